@@ -1,0 +1,1 @@
+"""Benchmarks of single parts; run one with `python -m benchmarks.<name>`."""

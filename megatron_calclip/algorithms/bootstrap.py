@@ -1,0 +1,95 @@
+"""Randomness that every rank can compute by itself: Poisson bootstrap weights, and samples of sequences.
+
+What: a hash of the global sequence id replaces a random generator, so that the same sequence gets the same
+bootstrap weights on any rank, in any order, in any micro-batch, and after a resume. Left out on purpose: the
+bootstrap's sums (`statistics` carries the replicates beside the plain sums), and any other random number of
+the project.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+COVERAGE = 0.95
+"""Nominal coverage of every interval."""
+MAX_POISSON = 13
+"""Largest bootstrap weight; a Poisson variable of mean 1 exceeds it with a probability under 2^-32."""
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+"""Increment of SplitMix64 (2^64 over the golden ratio, made odd) as a signed number."""
+_POISSON_CDF = [sum(math.exp(-1) / math.factorial(j) for j in range(k + 1)) for k in range(MAX_POISSON)]
+
+
+def splitmix64(state: Tensor) -> Tensor:
+    """One output of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014).
+
+    Args:
+        state: int64, any shape; read as unsigned, arithmetic modulo 2^64.
+
+    Returns:
+        int64 of the same shape: what the generator returns first when seeded with `state`.
+    """
+    state = state + _GOLDEN_GAMMA
+    state = (state ^ _shift_right(state, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    state = (state ^ _shift_right(state, 27)) * (0x94D049BB133111EB - 2**64)
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(values: Tensor, num_bits: int) -> Tensor:
+    """Logical shift: the shift of int64 would drag the sign along."""
+    return (values >> num_bits) & (2 ** (64 - num_bits) - 1)
+
+
+def poisson_weights(sequence_ids: Tensor, *, num_replicates: int) -> Tensor:
+    """How often each sequence occurs in each bootstrap replicate.
+
+    Whole sequences are resampled, which keeps the dependence between their tokens. Independent Poisson(1)
+    counts replace the multinomial ones of the classical bootstrap, so that ranks need not know each other's
+    sequences (Chamandy et al., "Estimating uncertainty for massive data streams", 2012).
+
+    Args:
+        sequence_ids: int64 [S], global ids.
+        num_replicates: R.
+
+    Returns:
+        int64 [S, R] in 0..MAX_POISSON. Column j comes from output j of a SplitMix64 stream that is seeded with
+        the hashed id.
+    """
+    replicates = torch.arange(num_replicates, dtype=torch.int64, device=sequence_ids.device)
+    streams = splitmix64(sequence_ids).unsqueeze(1) + replicates * _GOLDEN_GAMMA
+    thresholds = [round(probability * 2**32) for probability in _POISSON_CDF]
+    cdf = torch.tensor(thresholds, dtype=torch.int64, device=sequence_ids.device)
+    return torch.bucketize(_shift_right(splitmix64(streams), 32), cdf, right=True)
+
+
+def sample_sequences(sequence_ids: Tensor, *, fraction: float, seed: int) -> Tensor:
+    """A sample of the sequences on which every rank agrees, for shadow passes on a part of the tokens.
+
+    Args:
+        sequence_ids: int64, any shape, global ids.
+        fraction: expected share of the sequences, in (0, 1]. A sample is contained in every larger one.
+        seed: another seed (the training step, say) draws another sample.
+
+    Returns:
+        bool of the same shape: True for the sequences drawn.
+    """
+    seeds = torch.tensor(seed, dtype=torch.int64, device=sequence_ids.device)
+    bits = splitmix64(splitmix64(sequence_ids) ^ splitmix64(seeds))
+    return _shift_right(bits, 32) < round(fraction * 2**32)
+
+
+def percentile_interval(replicates: Tensor) -> tuple[float, float] | None:
+    """The percentile interval of a statistic from its bootstrap replicates (Efron, 1979).
+
+    Args:
+        replicates: [R], NaN where a replicate leaves the statistic undefined.
+
+    Returns:
+        Two order statistics that enclose `COVERAGE` of the defined replicates; None without any.
+    """
+    values = replicates[~replicates.isnan()].sort().values.tolist()
+    if not values:
+        return None
+    tail = math.floor((1 - COVERAGE) / 2 * (len(values) - 1))
+    return values[tail], values[len(values) - 1 - tail]

@@ -1,0 +1,233 @@
+"""Checkpoints of the learner in Megatron's distributed format, reshardable to another TP, PP, VPP and DP on load.
+
+A checkpoint folder is written aside (`step_20.partial`), completed, then renamed, and only then does the tracker file name it:
+a folder under its final name is whole. It holds
+
+    step_20/megatron/     model, FP32 masters and optimizer state (torch's distributed format; its `.metadata` is a pickle, so
+                          load only checkpoints that you trust)
+    step_20/hf/           config.json and tokenizer of the policy, for conversion
+    step_20/state.json    everything else: step, policy version, learning-rate schedule, configuration
+
+Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with below:
+a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one `step` tensor,
+which every parameter then increments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.learner.learner import Learner
+from megatron_calclip.learner.runtime import Runtime
+
+TRACKER = "latest_checkpoint.json"
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _uses_torch_adam(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one, too
+
+
+def _create_missing_adam_state(optimizer: Any) -> None:
+    """Before its first step torch's Adam has no state, which Megatron can neither save nor load into."""
+    for part in filter(_uses_torch_adam, _parts(optimizer)):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+@contextlib.contextmanager
+def _adam_steps_kept(optimizer: Any) -> Iterator[None]:
+    """While loading, hand Adam's `step` to Megatron, which forgets it; afterwards give each parameter its own tensor."""
+    parts = [part for part in _parts(optimizer) if _uses_torch_adam(part)]
+    for part in parts:
+        part._set_main_param_and_optimizer_states = _with_step(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+
+def _with_step(part: Any) -> Callable[[Any, dict[str, Any]], None]:
+    original = part._set_main_param_and_optimizer_states
+
+    def set_states(model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = part.model_param_group_index_map[model_param]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        original(model_param, {"step": state["step"], **tensors})
+
+    return set_states
+
+
+def _model_state(learner: Learner) -> dict[str, Any]:
+    """Sharded weights; keys inside are global, so the outer names of the chunks do not matter for resharding."""
+    return {
+        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        for index, chunk in enumerate(learner.chunks)
+    }
+
+
+def _sharded_state(learner: Learner, *, loading: bool) -> dict[str, Any]:
+    model_state = _model_state(learner)
+    _create_missing_adam_state(learner.optimizer)
+    optimizer = learner.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=dict(_METADATA))
+    return {**model_state, "optimizer": optimizer}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that it is whole or absent after a crash."""
+    aside = path.with_suffix(path.suffix + ".partial")
+    with aside.open("w") as file:
+        json.dump(value, file, indent=1, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def save_model(folder: Path, learner: Learner) -> None:
+    """The weights alone (the reference policy of a KL penalty); collective."""
+    _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True))
+    dist_checkpointing.save(_model_state(learner), str(folder))
+    learner.runtime.barrier()
+
+
+def load_model(folder: Path, learner: Learner) -> None:
+    """Load what `save_model` wrote into the live weights; the optimizer's masters stay."""
+    loaded = dist_checkpointing.load(_model_state(learner), str(folder))
+    for index, chunk in enumerate(learner.chunks):
+        chunk.module.load_state_dict(loaded[f"model{index}"])
+
+
+def save(run_dir: Path, step: int, learner: Learner, *, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
+    """Write `run_dir/step_<step>` and name it in the tracker; collective.
+
+    Args:
+        run_dir: the run's folder.
+        step: RL steps done.
+        learner: what is saved.
+        tokenizer: saved beside the weights.
+        state: JSON values of the caller (the same on all ranks), returned by `load`.
+        keep: newest checkpoints that stay.
+
+    Raises:
+        UserError: when the folder cannot be written. Older checkpoints stay as they are.
+    """
+    runtime = learner.runtime
+    folder, aside = run_dir / f"step_{step}", run_dir / f"step_{step}.partial"
+
+    def make_room() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "megatron").mkdir(parents=True)
+
+    _on_rank_zero(runtime, make_room)
+    dist_checkpointing.save(_sharded_state(learner, loading=False), str(aside / "megatron"))
+    runtime.barrier()
+
+    def complete() -> None:
+        learner.hf_config.save_pretrained(aside / "hf")
+        tokenizer.save_pretrained(aside / "hf")
+        _write_json(aside / "state.json", {**state, "step": step, "scheduler": learner.scheduler.state_dict()})
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _write_json(run_dir / TRACKER, {"step": step, "folder": folder.name})
+        for old in sorted(_steps(run_dir))[:-keep]:
+            shutil.rmtree(run_dir / f"step_{old}", ignore_errors=True)
+
+    _on_rank_zero(runtime, complete)
+    return folder
+
+
+def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
+    """Run on rank 0; all ranks learn of a failure together, so that none waits for the others.
+
+    Raises:
+        UserError: on every rank, when the file system refused.
+    """
+    problem = None
+    if runtime.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
+    problem = runtime.gather_objects(problem)[0]
+    if problem is not None:
+        raise UserError("run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED)
+
+
+def _steps(run_dir: Path) -> list[int]:
+    names = (path.name for path in run_dir.glob("step_*") if path.is_dir())
+    return [int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdigit()]
+
+
+def find(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to resume from, by `checkpoint.resume`.
+
+    Raises:
+        UserError: when the one asked for is not there, or the tracker names one that is not.
+    """
+    if resume == "no":
+        return None
+    if resume != "auto":
+        folder = Path(resume)
+        if not (folder / "state.json").is_file():
+            raise UserError("checkpoint.resume", f"{resume!r} is no checkpoint folder; give auto, no or such a folder")
+        return folder
+    tracker = run_dir / TRACKER
+    if not tracker.is_file():
+        return None
+    try:
+        folder = run_dir / json.loads(tracker.read_text())["folder"]
+    except (ValueError, KeyError) as error:
+        raise UserError(str(tracker), f"cannot be read ({error}); name a checkpoint with checkpoint.resume=PATH") from None
+    if not (folder / "state.json").is_file():
+        raise UserError(str(tracker), f"names {folder.name}, which is not there; set checkpoint.resume=PATH")
+    return folder
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return state
+
+
+def load(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Load weights, masters, optimizer and schedule into a learner of any layout; collective.
+
+    Returns:
+        what `save` was given as `state`, with `step`.
+    """
+    loaded = dist_checkpointing.load(_sharded_state(learner, loading=True), str(folder / "megatron"))
+    for index, chunk in enumerate(learner.chunks):
+        chunk.module.load_state_dict(loaded[f"model{index}"])
+    with _adam_steps_kept(learner.optimizer):
+        learner.optimizer.load_state_dict(loaded["optimizer"])
+    state = read_state(folder)
+    learner.scheduler.load_state_dict(state["scheduler"])
+    return state

@@ -1,0 +1,320 @@
+"""The learner: log-probabilities of a batch, and optimizer steps on mini-batches of it, on any layout.
+
+A batch is prepared once a step (`prepare`): planned, packed and moved to the device. The old log-probabilities and the updates
+then run over the very same micro-batches. What is optimised is a function from scored tokens to a scalar that the caller
+passes in; the learner knows nothing of clipping or advantages. Losses must be sums that are already divided by GLOBAL counts:
+the learner only adds them up, over micro-batches, data-parallel and context-parallel ranks.
+
+Per-token results are flat tensors [T] that are filled where this rank scored tokens (last pipeline stage, own share) and zero
+elsewhere; that is all a later loss on the same rank needs. `Learner.gather_tokens` completes one over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_calclip.batch import Objective, ScoredTokens, Trajectories
+from megatron_calclip.config import Config
+from megatron_calclip.learner import cpu, model
+from megatron_calclip.learner.attention import PackedTokens
+from megatron_calclip.learner.logprobs import linear_token_log_probs, token_log_probs
+from megatron_calclip.learner.packing import PackedLayout, StepPlan, pack, plan_step
+from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.weights.load import HFSource, load_hf
+from megatron_calclip.weights.mapping import ModelShape
+from megatron_calclip.weights.stream import stream_hf
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch on the device."""
+
+    tokens: Tensor
+    """int64 [1, t]."""
+    positions: Tensor
+    """int64 [1, t]."""
+    packed: PackedTokens
+    rows: Tensor
+    """int64 [n]: local tokens whose successor is a response token."""
+    targets: Tensor
+    """int64 [n]: that successor."""
+    index: Tensor
+    """int64 [n]: its index in the flat layout, on the CPU."""
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch, planned and packed for this rank."""
+
+    num_tokens: int
+    """T."""
+    plan: StepPlan
+    minibatches: tuple[tuple[MicroBatch, ...], ...]
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Flat per-token results; see the module's docstring for which tokens are filled."""
+
+    log_probs: Tensor
+    """float32 [T]."""
+    entropy: Tensor
+    """float32 [T] nats."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step."""
+
+    applied: bool
+    """False when the gradient was not finite: the weights did not move."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    loss: Tensor
+    """float64 []: this rank's share of the loss; the sum over `reports_tokens` ranks is the loss."""
+    extras: list[Any]
+    """What the objective handed back, one item per micro-batch (empty but on the last stage)."""
+
+
+class Learner:
+    """Megatron model chunks with their optimizer.
+
+    Args:
+        config: the run's configuration.
+        hf_config: shape of the policy.
+        runtime: this rank.
+        source: HF weights to start from.
+        lr: peak learning rate.
+        num_steps: steps that the learning-rate schedule is laid out for.
+        schedule: its shape; see `config.ScheduleConfig`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Any,
+        runtime: Runtime,
+        *,
+        source: HFSource,
+        lr: float,
+        num_steps: int,
+        warmup_steps: int,
+        decay: str,
+        min_lr: float,
+    ) -> None:
+        self.config, self.hf_config, self.runtime = config, hf_config, runtime
+        self.shape = ModelShape.from_hf_config(hf_config)
+        self.megatron = model.transformer_config(config, hf_config)
+        chunks = model.build_chunks(config, hf_config, self.shape, self.megatron, runtime)
+        self.groups = runtime.groups
+        load_hf(chunks, self.shape, self.groups, source)
+        self.chunks = model.wrap_chunks(config, self.megatron, chunks)
+        # Built after loading, because its FP32 masters are copies of the parameters.
+        self.optimizer = model.build_optimizer(config, self.chunks, lr=lr, min_lr=min_lr)
+        self.scheduler = model.build_scheduler(
+            self.optimizer,
+            lr=lr,
+            min_lr=min_lr,
+            weight_decay=config.optimizer.weight_decay,
+            decay=decay,
+            warmup_steps=warmup_steps,
+            num_steps=num_steps,
+        )
+        self._thd = model.uses_transformer_engine()
+
+    @property
+    def lr(self) -> float:
+        """Present learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def begin_step(self) -> None:
+        """Move the learning-rate schedule on by one RL step."""
+        self.scheduler.step(1)
+
+    def prepare(self, trajectories: Trajectories, *, num_minibatches: int) -> PreparedBatch:
+        """Plan and pack a batch; every rank calls it with the same trajectories."""
+        lengths = trajectories.lengths.tolist()
+        p = self.config.parallel
+        plan = plan_step(
+            lengths,
+            num_minibatches=num_minibatches,
+            dp_size=self.runtime.dp_size,
+            tokens_per_microbatch=self.config.train.tokens_per_microbatch,
+            microbatch_multiple=p.pp if p.vpp else 1,
+        )
+        minibatches = [
+            self._pack(plan.of_rank(index, self.runtime.dp_rank), trajectories)
+            for index in range(num_minibatches)
+        ]
+        return PreparedBatch(trajectories.tokens.numel(), plan, tuple(minibatches))
+
+    def _pack(self, micros: tuple[tuple[int, ...], ...], trajectories: Trajectories) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of one mini-batch."""
+        r, p = self.runtime, self.config.parallel
+        lengths = trajectories.lengths.tolist()
+        offsets = (trajectories.lengths.cumsum(0) - trajectories.lengths).tolist()
+        layout = functools.partial(
+            pack,
+            lengths=lengths,
+            offsets=offsets,
+            cp_size=r.cp_size,
+            cp_rank=r.cp_rank,
+            align=r.tp_size if p.sequence_parallel else 1,
+        )
+        layouts = [layout(sequences) for sequences in micros]
+        if p.vpp:  # the interleaved schedule exchanges activations of one shape
+            longest = max(item.source.numel() for item in layouts)
+            layouts = [layout(sequences, min_tokens=longest) for sequences in micros]
+        return tuple(self._to_device(item, trajectories) for item in layouts)
+
+    def _to_device(self, layout: PackedLayout, trajectories: Trajectories) -> MicroBatch:
+        source = layout.source
+        tokens = trajectories.tokens[source.clamp(min=0)].masked_fill(source < 0, 0)
+        # A local token predicts its successor: it scores one if that is a response token of the same sequence.
+        ids, mask = trajectories.sequence_ids, trajectories.response_mask
+        scores = torch.zeros_like(mask)
+        scores[:-1] = mask[1:] & (ids[1:] == ids[:-1])
+        rows = (scores[source.clamp(min=0)] & (source >= 0)).nonzero()[:, 0]
+        index = source[rows] + 1
+        device = self.runtime.device
+        return MicroBatch(
+            tokens=tokens[None].to(device),
+            positions=layout.positions[None].to(device),
+            packed=PackedTokens.of(layout, thd=self._thd, device=device),
+            rows=rows.to(device),
+            targets=trajectories.tokens[index].to(device),
+            index=index,
+        )
+
+    def _score(self, chunk: Any, hidden: Tensor, micro: MicroBatch, *, entropy_grad: bool) -> ScoredTokens:
+        """Log-probabilities of a micro-batch's response tokens from the last hidden states [1, t, h]."""
+        gpt = _unwrap(chunk)
+        weight = (
+            gpt.shared_embedding_or_output_weight()
+            if gpt.share_embeddings_and_output_weights
+            else gpt.output_layer.weight
+        )
+        rows = hidden[0].index_select(0, micro.rows)
+        common: dict[str, Any] = dict(
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.hf_config.vocab_size,
+            group=self.groups.tp,
+            with_entropy=True,
+            entropy_grad=entropy_grad,
+        )
+        if self.config.train.fused_head:
+            log_probs, entropy = linear_token_log_probs(rows, weight, micro.targets, **common)
+        else:
+            logits = rows @ weight.t()
+            log_probs, entropy = token_log_probs(logits, micro.targets, inplace_backward=True, **common)
+        assert entropy is not None
+        return ScoredTokens(index=micro.index, log_probs=log_probs, entropy=entropy)
+
+    def _run(
+        self,
+        micros: tuple[MicroBatch, ...],
+        finish: Callable[[ScoredTokens], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+        entropy_grad: bool = False,
+    ) -> list[Any]:
+        """Megatron's pipeline schedule over micro-batches; returns what `finish` handed back, in order."""
+
+        def forward_step(data: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[Tensor, Any]:
+            micro = next(data)
+            output = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
+
+            def loss_function(hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
+                loss, extra = finish(self._score(chunk, hidden, micro, entropy_grad=entropy_grad))
+                # Megatron counts tokens to divide by; see `transformer_config` for why nothing is divided here.
+                return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), extra
+
+            return output, loss_function
+
+        data = [iter(micros) for _ in self.chunks]
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micros),
+            # Read by the interleaved schedule alone; elsewhere packed micro-batches tell their shape.
+            seq_length=micros[0].tokens.numel() * self.runtime.cp_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results or []
+
+    def log_probs(self, batch: PreparedBatch) -> LogProbs:
+        """Forward-only log-probabilities and entropies of all response tokens, in the training precision."""
+        log_probs, entropy = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+
+        def collect(scored: ScoredTokens) -> tuple[Tensor, None]:
+            log_probs[scored.index] = scored.log_probs.cpu()
+            entropy[scored.index] = scored.entropy.cpu()
+            return scored.log_probs.sum(), None
+
+        with torch.no_grad():
+            for micros in batch.minibatches:
+                self._run(micros, collect, forward_only=True)
+        return LogProbs(log_probs, entropy)
+
+    def update(
+        self, batch: PreparedBatch, minibatch: int, objective: Objective, *, entropy_grad: bool = False
+    ) -> UpdateResult:
+        """Forward, backward and one optimizer step on one mini-batch.
+
+        Args:
+            batch: the prepared batch.
+            minibatch: which of its mini-batches.
+            objective: see `Objective`.
+            entropy_grad: whether the objective uses the entropy's gradient (an entropy bonus).
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+
+        def finish(scored: ScoredTokens) -> tuple[Tensor, Any]:
+            loss, extra = objective(scored)
+            losses.append(loss.detach().double())
+            return loss, extra
+
+        extras = self._run(batch.minibatches[minibatch], finish, forward_only=False, entropy_grad=entropy_grad)
+        with cpu.cuda_type_names():
+            applied, grad_norm = self._step()
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+        return UpdateResult(applied=applied, grad_norm=grad_norm, loss=loss.cpu(), extras=extras)
+
+    def _step(self) -> tuple[bool, float]:
+        """Optimizer step unless the gradient is not finite."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            return False, grad_norm
+        applied, _, _ = self.optimizer.step()
+        return bool(applied), grad_norm
+
+    def gather_tokens(self, values: Tensor) -> Tensor:
+        """Complete a per-token result [T] over all ranks (one all-reduce)."""
+        own = values if self.runtime.reports_tokens else torch.zeros_like(values)
+        return self.runtime.sum_over_world(own).cpu()
+
+    def stream_hf(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The live weights as HF-named full tensors, the same on every rank; see `weights.stream`."""
+        for chunk in self.chunks:
+            if self.config.parallel.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        yield from stream_hf([_unwrap(chunk) for chunk in self.chunks], self.shape, self.groups, dtype=dtype)
+
+
+def _unwrap(module: Any) -> Any:
+    while hasattr(module, "module"):
+        module = module.module
+    return module

@@ -1,0 +1,1 @@
+"""FP8, real and emulated, behind one interface; the BF16 shadow pass."""

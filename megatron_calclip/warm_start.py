@@ -1,0 +1,139 @@
+"""Where a policy's first weights come from: a HF folder, random values, or random values after a short supervised start.
+
+The supervised start gives the tiny CPU run a policy that succeeds sometimes, so that there is something to reinforce. It runs
+on the same learner as everything else, and its result is cached as a HF folder keyed by every setting that shapes it; a run
+always loads that folder, whether it has just been made or not, so that both start from the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_calclip.batch import Completion, Prompt, Trajectories
+from megatron_calclip.config import Config
+from megatron_calclip.data import train_stream
+from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.learner.learner import Learner
+from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.objective import supervised_objective
+from megatron_calclip.weights.load import HFSource
+from megatron_calclip.weights.save import save_hf
+
+# Positions of the prompt stream used by the warm start lie far behind those of any RL run.
+_FIRST_POSITION = 1 << 30
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("MEGATRON_CALCLIP_CACHE", Path.home() / ".cache" / "megatron_calclip"))
+
+
+def _cache_key(config: Config) -> str:
+    """Hash of everything that shapes the result; the layout does so only by rounding and is left out."""
+    m = config.model
+    shaping = {
+        "format": 1,
+        "shape": dataclasses.asdict(m.shape) if m.shape else None,  # type: ignore[call-overload]
+        "tokenizer": [m.tokenizer, m.characters, m.max_sequence_length],
+        "warm_start": dataclasses.asdict(m.warm_start),  # type: ignore[call-overload]
+        "task": dataclasses.asdict(config.data.arithmetic),  # type: ignore[call-overload]
+        "precision": dataclasses.asdict(config.precision),  # type: ignore[call-overload]
+        "optimizer": dataclasses.asdict(config.optimizer),  # type: ignore[call-overload]
+        "seed": config.train.seed,
+    }
+    del shaping["optimizer"]["lr"]
+    return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def initial_weights(
+    config: Config, hf_config: Any, tokenizer: Any, runtime: Runtime, say: Callable[[str], None]
+) -> HFSource:
+    """The weights that the run starts from; collective.
+
+    Raises:
+        UserError: for unreadable weights, or a cache that cannot be written.
+    """
+    if config.model.hf is not None:
+        return HFSource.from_folder(config.model.hf)
+    if config.model.warm_start.num_steps == 0:
+        return _random_weights(config, hf_config)
+    folder = _cache_root() / "warm_start" / _cache_key(config)
+    # One rank looks, so that all decide alike even while another run is writing.
+    if not runtime.gather_objects((folder / "config.json").is_file())[0]:
+        _train(config, hf_config, tokenizer, runtime, folder, say)
+    else:
+        say(f"warm start: cached in {folder}")
+    return HFSource.from_folder(folder)
+
+
+def _random_weights(config: Config, hf_config: Any) -> HFSource:
+    """transformers' initialisation under the run's seed: it depends on no layout."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        return HFSource.from_tensors(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict())
+
+
+def _demonstrations(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> Trajectories:
+    """Worked examples, of which a given share has some wrong answer of the right length."""
+    answers = []
+    for prompt in prompts:
+        rng = random.Random(f"demonstration:{config.train.seed}:{prompt.id}")
+        answer = prompt.answer
+        if rng.random() < config.model.warm_start.wrong_answers:
+            answer = "".join(rng.choice("0123456789") if c.isdigit() else c for c in answer)
+        ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        answers.append([Completion(tuple(ids), (0.0,) * len(ids), finished=True, policy_version=0)])
+    return Trajectories.from_completions(prompts, answers)
+
+
+def _train(
+    config: Config, hf_config: Any, tokenizer: Any, runtime: Runtime, folder: Path, say: Callable[[str], None]
+) -> None:
+    settings = config.model.warm_start
+    learner = Learner(
+        config,
+        hf_config,
+        runtime,
+        source=_random_weights(config, hf_config),
+        lr=settings.lr,
+        num_steps=settings.num_steps,
+        warmup_steps=settings.num_steps // 10,
+        decay="linear",
+        min_lr=settings.lr / 10,
+    )
+    stream = train_stream(config, tokenizer)
+    report_every = max(settings.num_steps // 5, 1)
+    for step in range(settings.num_steps):
+        prompts = stream.take(_FIRST_POSITION + step * settings.batch_size, settings.batch_size)
+        trajectories = _demonstrations(config, tokenizer, prompts)
+        weights = trajectories.response_mask.float() / trajectories.num_response_tokens
+        learner.begin_step()
+        batch = learner.prepare(trajectories, num_minibatches=1)
+        result = learner.update(batch, 0, supervised_objective(weights))
+        if (step + 1) % report_every == 0:
+            share = result.loss if runtime.reports_tokens else torch.zeros_like(result.loss)
+            say(f"warm start {step + 1}/{settings.num_steps}  loss {float(runtime.sum_over_world(share)):.3f}")
+    problem = None
+    stream_of_weights = learner.stream_hf(dtype=torch.float32)
+    if runtime.rank == 0:
+        try:
+            save_hf(stream_of_weights, folder, hf_config=hf_config)
+        except (OSError, UserError) as error:
+            problem = str(error)
+    for _ in stream_of_weights:  # the other ranks of the model take part in the gathers
+        pass
+    problem = runtime.gather_objects(problem)[0]
+    if problem is not None:
+        raise UserError(
+            "MEGATRON_CALCLIP_CACHE", f"cannot write the warm start ({problem}); set it to a writable folder",
+            exit_code=EXIT_FAILED,
+        )
