@@ -398,9 +398,14 @@ class Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-6` as a string; this reads it as everybody means it."""
+    """YAML as everybody means it: `1e-6` is a number, and `no` a word (YAML 1.1 has them the other way round)."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),

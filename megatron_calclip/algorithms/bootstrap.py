@@ -53,9 +53,8 @@ def poisson_weights(sequence_ids: Tensor, *, num_replicates: int) -> Tensor:
         num_replicates: R.
 
     Returns:
-        int64 [S, R] in 0..MAX_POISSON. Column j comes from output j of a SplitMix64 stream that is seeded with
-        the hashed id.
-    """
+        int64 [S, R] in 0..MAX_POISSON. Column j comes from output j of a SplitMix64 stream that is seeded
+        with the hashed id."""
     replicates = torch.arange(num_replicates, dtype=torch.int64, device=sequence_ids.device)
     streams = splitmix64(sequence_ids).unsqueeze(1) + replicates * _GOLDEN_GAMMA
     thresholds = [round(probability * 2**32) for probability in _POISSON_CDF]

@@ -42,8 +42,8 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_TILE_ELEMENTS = 2**18
 CPU_TILE_COLUMNS = 8192
 # Tiles of the fused linear on a CPU: large enough that the matrix products run at full speed.
-CPU_LINEAR_TILE_ROWS = 512
-CPU_LINEAR_TILE_COLUMNS = 4096
+CPU_LINEAR_TILE_ROWS = 1024
+CPU_LINEAR_TILE_COLUMNS = 512
 # A CUDA device wants few, large kernels: 2^25 FP32 values are 128 MiB for each work buffer.
 CUDA_TILE_ELEMENTS = 2**25
 CUDA_TILE_COLUMNS = 8192

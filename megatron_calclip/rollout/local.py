@@ -54,14 +54,12 @@ def _splitmix64(state: Tensor) -> Tensor:
     """First output of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) from each int64 state.
 
     Output n (from 0) of a generator at `state` is `_splitmix64(state + n * _GOLDEN_GAMMA)`: every position
-    can be reached without those before it. Arithmetic is modulo 2^64, since int64 sums and products wrap
-    around.
+    can be reached without those before it. Sums and products of int64 wrap around, modulo 2^64 as needed.
     """
 
     def xor_shift(z: Tensor, bits: int) -> Tensor:
-        return z ^ (
-            (z >> bits) & ((1 << (64 - bits)) - 1)
-        )  # the mask makes the arithmetic shift a logical one
+        shifted_in_zeros = (1 << (64 - bits)) - 1  # int64 shifts bring in the sign
+        return z ^ ((z >> bits) & shifted_in_zeros)
 
     z = state + _GOLDEN_GAMMA
     z = xor_shift(z, 30) * _signed(0xBF58476D1CE4E5B9)
@@ -108,20 +106,19 @@ def sample_tokens(
     if temperature == 0:
         tokens = log_probs.argmax(-1, keepdim=True)
         return tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
-    weights = (log_probs.exp().double() / _PROBABILITY_UNIT).round().to(torch.int64)
+    # A NaN row (logits that are not finite) gets weight 0 throughout, draws the last token and stays NaN.
+    weights = (log_probs.exp().double().nan_to_num(0.0) / _PROBABILITY_UNIT).round().to(torch.int64)
     total = weights.sum(-1, keepdim=True)
     if top_p < 1:
         descending = weights.sort(-1, descending=True).values
         mass_before = descending.cumsum(-1) - descending
-        num_nucleus = (mass_before < top_p * total.double()).sum(-1, keepdim=True)
-        weights = weights.where(weights >= descending.gather(1, num_nucleus - 1), 0)
+        last = (mass_before < top_p * total.double()).sum(-1, keepdim=True) - 1
+        weights = weights.where(weights >= descending.gather(1, last.clamp_(min=0)), 0)
     cumulative = weights.cumsum(-1)
     mass = cumulative[:, -1:]
     target = (uniform[:, None] * mass).to(torch.int64)  # 0 .. mass - 1
     tokens = torch.searchsorted(cumulative, target, right=True)  # the first token with cumulative > target
-    tokens.clamp_(
-        max=logits.shape[1] - 1
-    )  # only logits that are not finite get there; the engine reports them
+    tokens.clamp_(max=logits.shape[1] - 1)  # a NaN row
     chosen = log_probs.gather(1, tokens)
     if top_p < 1:
         chosen -= (mass.double() / total).log()
@@ -129,8 +126,11 @@ def sample_tokens(
 
 
 class _CacheLayer(DynamicLayer):
-    """Keys and values of one layer in buffers that grow by doubling; transformers' own copies them for every
-    token."""
+    """Keys and values of one layer in buffers that grow by doubling.
+
+    transformers' dynamic cache copies all of them for every token instead, and its static one attends over
+    the whole buffer.
+    """
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class LocalEngine:
             completions |= zip(batch, self._completions(tokens, log_probs, sampling), strict=True)
         return [completions[i] for i in range(len(requests))]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of given tokens, teacher forced.
 
@@ -326,8 +326,7 @@ class LocalEngine:
         return scores
 
     def _decode(self, requests: Sequence[Request], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One batch: tokens int64 and log-probs float32 [N, max_new_tokens], meaningless behind a stop
-        token."""
+        """One batch: tokens int64 and log-probs float32 [N, max_new_tokens], junk behind a stop token."""
         num_new = sampling.max_new_tokens
         logits, cache, lengths, mask = self._prefill([r.prompt_token_ids for r in requests], num_new)
         longest = cache.get_seq_length()
@@ -335,9 +334,7 @@ class LocalEngine:
         stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
         all_tokens = torch.zeros(len(requests), num_new, dtype=torch.int64, device=self._device)
         all_log_probs = torch.zeros(len(requests), num_new, device=self._device)
-        rows = torch.arange(
-            len(requests), device=self._device
-        )  # which output each row of the batch writes to
+        rows = torch.arange(len(requests), device=self._device)  # output row of each row of the batch
         alive = torch.ones_like(rows, dtype=torch.bool)
         for step in range(num_new):
             tokens, log_probs = sample_tokens(
@@ -394,8 +391,7 @@ class LocalEngine:
         return self._model(tokens, use_cache=cache is not None, **arguments).logits
 
     def _pad(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N, longest], padded on the right with 0 (any token would do), and lengths int64
-        [N]."""
+        """Tokens int64 [N, longest], padded on the right with 0 (any would do), and lengths int64 [N]."""
         lengths = [len(sequence) for sequence in sequences]
         padded = [[*sequence, *[0] * (max(lengths) - len(sequence))] for sequence in sequences]
         return torch.tensor(padded, device=self._device), torch.tensor(lengths, device=self._device)

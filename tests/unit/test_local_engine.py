@@ -156,6 +156,16 @@ def test_extreme_numbers_never_draw_an_impossible_token(top_p: float) -> None:
         assert tokens.tolist() == [3, 4996]
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_spoils_itself_only(settings: dict[str, float], bad: float) -> None:
+    logits = torch.tensor([[0.0, bad, 0.0], [0.0, 9.0, 0.0]])
+    tokens, log_probs = sample_tokens(logits, torch.full((2,), 0.5, dtype=torch.float64), **settings)
+    assert log_probs.isfinite().tolist() == [False, True]
+    assert tokens[1] == 1
+    assert 0 <= tokens[0] < 3
+
+
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=12), st.integers(0, 2**52 - 1))
 def test_sample_tokens_agrees_with_float64_arithmetic(logits: list[float], bits: int) -> None:
     uniform = (2 * bits + 1) * 2.0**-53

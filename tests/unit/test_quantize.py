@@ -24,7 +24,6 @@ from megatron_calclip.precision.quantize import (
     RowScaling,
     Scaling,
     TensorScaling,
-    _round_to_grid_,
     fake_quantize,
     quantize,
     quantize_dequantize,
@@ -253,7 +252,7 @@ def test_power_of_two_by_hand() -> None:
 
 
 def test_mxfp8_by_hand() -> None:
-    """amax 3: 3/448 = 0.0067 rounds up to 2^-7 (e = 120), so that codes are x * 128; amax 4: 2^-6 (e = 121)."""
+    """amax 3: 3/448 = 0.0067 rounds up to 2^-7 (e = 120), so codes are x * 128; amax 4: 2^-6 (e = 121)."""
     ours = quantize(torch.tensor([[1.0, -3.0], [4.0, 0.01]]), MXScaling(), E4M3)
     assert ours.e8m0.tolist() == [[120], [121]]
     assert ours.codes.float().tolist() == [
@@ -296,27 +295,28 @@ def test_subnormal_amax_by_hand() -> None:
 # Rounding and the fast path
 
 
+def assert_rounding_is_the_cast(x: Tensor, dtype: torch.dtype) -> None:
+    """At scale 1, which is what delayed scaling starts with."""
+    largest = torch.finfo(dtype).max
+    fake = fake_quantize(x.view(1, -1), DelayedScaling(dtype), dtype).codes.float().flatten()
+    assert same(fake, x.float().clamp(-largest, largest).to(dtype).float())
+
+
 @FORMATS
 def test_rounding_is_the_cast_for_every_bf16(dtype: torch.dtype) -> None:
-    x = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()  # all finite, non-negative
-    x = x[x <= torch.finfo(dtype).max]
-    rounded = x.clone()
-    _round_to_grid_(rounded, torch.empty_like(x), dtype)
-    assert torch.equal(rounded, x.to(dtype).float())
+    """All 65536 bit patterns: both signs, zeros, subnormals, infinities, NaNs."""
+    assert_rounding_is_the_cast(torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16), dtype)
 
 
 @FORMATS
 def test_rounding_is_the_cast_near_every_boundary(dtype: torch.dtype) -> None:
-    """FP32 numbers within 64 ulp of every FP8 value and of every midpoint between two."""
+    """FP32 numbers within 64 ulp of every FP8 value and of every midpoint between two, and saturating ones."""
     grid = torch.arange(0, 128, dtype=torch.uint8).view(dtype).float()
     grid = grid[grid.isfinite()]
     centres = torch.cat([grid, (grid[1:] + grid[:-1]) / 2])
     offsets = torch.arange(-64, 65, dtype=torch.int32)
-    x = (centres.view(torch.int32)[:, None] + offsets).clamp(min=0).view(torch.float32)
-    x = x.clamp(max=torch.finfo(dtype).max)
-    rounded = x.clone()
-    _round_to_grid_(rounded, torch.empty_like(x), dtype)
-    assert torch.equal(rounded, x.to(dtype).float())
+    x = (centres.view(torch.int32)[:, None] + offsets).clamp(min=0).view(torch.float32).flatten()
+    assert_rounding_is_the_cast(torch.cat([x, -x]), dtype)
 
 
 def assert_fake_is_real(x: Tensor, scaling: Scaling, dtype: torch.dtype, dim: int) -> None:
@@ -349,7 +349,7 @@ def test_fake_is_real_in_several_pieces(scaling: Scaling, dim: int) -> None:
 
 @FORMATS
 def test_stale_scale_saturates_in_both_forms(dtype: torch.dtype) -> None:
-    """A delayed scale of 1 meets numbers of up to 3e38, which the rounding trick alone would turn into NaN."""
+    """A delayed scale of 1 meets numbers of 3e38, which the rounding trick alone would turn into NaN."""
     x = torch.tensor([[1e5, -3e38, 1.0, -(2.0**-20)]])
     states = [DelayedScaling(dtype), DelayedScaling(dtype)]
     real, fake = quantize(x, states[0], dtype), fake_quantize(x, states[1], dtype)
@@ -363,7 +363,7 @@ def test_stale_scale_saturates_in_both_forms(dtype: torch.dtype) -> None:
 
 
 def delayed_by_rule(steps: list[list[float]], length: int, algorithm: str, margin: int) -> list[float]:
-    """The scale after each step, in plain Python: a list that rolls to the left, its slot 0 collecting maxima."""
+    """The scale after each step, in plain Python: a list that rolls left, its slot 0 collecting maxima."""
     history, scale, scales = [0.0] * length, 1.0, []
     for amaxes in steps:
         for amax in amaxes:
@@ -448,7 +448,7 @@ def test_delayed_state_is_checkpointed_and_stays_fp32() -> None:
 @pytest.mark.parametrize("function", [quantize, fake_quantize])
 @pytest.mark.parametrize("scaling", EVERY_SCALING, ids=str)
 def test_reduced_amax_gives_the_codes_of_the_whole(scaling: Scaling, function: type) -> None:
-    """Two ranks hold halves of the contracted dimension, max-reduce, and get the codes of the whole matrix."""
+    """Two ranks hold halves of the contracted dimension, max-reduce, and get the whole matrix's codes."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     x[:, 40] *= 100
     halves = x[:, :32], x[:, 32:]
@@ -463,7 +463,7 @@ def test_reduced_amax_gives_the_codes_of_the_whole(scaling: Scaling, function: t
 
 @pytest.mark.parametrize("scaling", EVERY_SCALING, ids=str)
 def test_shapes_and_layout(scaling: Scaling) -> None:
-    """Leading dimensions are flattened, strides do not matter, the input is left alone, empty tensors pass."""
+    """Leading dimensions are flattened, strides do not matter, inputs are left alone, empty tensors pass."""
     x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     before = x.clone()
     for dim in (-1, 0):
