@@ -55,13 +55,13 @@ class Settings:
     """All numbers of a run."""
 
     seed: int = 0
-    num_layers: int = 3
-    width: int = 128
+    num_layers: int = 2
+    width: int = 64
     num_heads: int = 4
-    num_warm_steps: int = 300
-    warm_batch_size: int = 64
-    warm_lr: float = 2e-3
-    wrong_answers: float = 0.5  # share of wrong demonstrations: something must be left to learn
+    num_warm_steps: int = 600
+    warm_batch_size: int = 128
+    warm_lr: float = 4e-3
+    wrong_answers: float = 0.3  # share of wrong demonstrations: something must be left to learn
     num_steps: int = 40
     num_prompts: int = 32  # P
     num_samples: int = 8  # G, the group that an answer is compared with
@@ -138,9 +138,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(len(VOCABULARY), settings.width)
         self.layers = nn.Sequential(*[Layer(settings.width, settings.num_heads) for _ in range(settings.num_layers)])
         self.norm = nn.RMSNorm(settings.width)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=settings.width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Input and output embedding are one matrix."""

@@ -1,15 +1,16 @@
-"""Typed configuration: defaults -> YAML file (with `extends:`) -> `key=value` overrides -> checked, frozen dataclasses.
+"""Typed configuration: defaults -> YAML file (with `extends:`) -> `key=value` overrides -> dataclasses.
 
-The dataclasses below are the reference: each field has its unit, range and meaning. Validation is pydantic's; this module
-adds the file format, the overrides, error lines that name the nearest key, and the cross-checks between sections. All of it
-happens before a process group or a model exists, and nothing here imports torch, so that a configuration can be checked
-anywhere in a fraction of a second.
+The dataclasses below are the reference: each field has its unit, range and meaning. Validation is pydantic's;
+this module adds the file format, the overrides, error lines that name the nearest key, and the cross-checks
+between sections. All of it happens before a process group or a model exists, and nothing here imports torch,
+so that a configuration can be checked anywhere in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,17 +19,33 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_calclip.errors import UserError
 
 _STRICT = ConfigDict(extra="forbid")
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# The largest value of any count or size: tensors and kernels index with 32 bits in places.
+_LARGEST = 2**31 - 1
+
+
+def _number(value: Any) -> Any:
+    """Refuse what pydantic would take for a number: `true` for 1, and the text "3" for 3."""
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("should be a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number), Field(le=_LARGEST)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+"""A name or a path: not empty, and without the NUL character that no file system takes."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -65,19 +82,19 @@ class WarmStart:
     """Examples a step; must be divisible by the data-parallel size."""
     lr: PositiveFloat = 2e-3
     """Peak learning rate (linear warm-up over a tenth of the steps, then linear decay to a tenth)."""
-    wrong_answers: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of demonstrations whose answer is wrong, so that something is left to learn by reinforcement."""
+    wrong_answers: Share = 0.0
+    """Share of wrong answers in the last quarter of the steps, so that something is left to reinforce."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     """Which policy is trained (`model`)."""
 
-    hf: str | None = None
-    """Folder with a Hugging Face model (config.json and *.safetensors); exactly one of hf and shape is given."""
+    hf: Text | None = None
+    """Folder with a Hugging Face model (config.json, *.safetensors); exactly one of hf and shape is given."""
     shape: ShapeConfig | None = None
     """Shape of a model with random weights."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder or hub name of a HF tokenizer, or `characters`; default: the one beside model.hf."""
     characters: str = "0123456789+-*=() "
     """The alphabet of the `characters` tokenizer."""
@@ -93,9 +110,9 @@ class ArithmeticTask:
 
     operators: str = "+"
     """Operators to draw from: any of + - *."""
-    max_operand: PositiveInt = 99
+    max_operand: Annotated[Int, Field(ge=1, le=10**9)] = 99
     """Largest operand."""
-    num_operands: Annotated[int, Field(ge=2)] = 2
+    num_operands: Annotated[Int, Field(ge=2, le=32)] = 2
     """Operands of a problem."""
 
 
@@ -103,9 +120,9 @@ class ArithmeticTask:
 class DataConfig:
     """Where prompts come from (`data`)."""
 
-    train: str = "arithmetic"
+    train: Text = "arithmetic"
     """`arithmetic` (generated) or the path of a JSON Lines file."""
-    eval: str | None = "arithmetic"
+    eval: Text | None = "arithmetic"
     """The same for held-out problems; null switches evaluation off."""
     prompt_field: str = "prompt"
     """Column of the problem in a JSON Lines file."""
@@ -129,7 +146,7 @@ class RolloutConfig:
     """Longest completion in tokens, the stop token included."""
     temperature: PositiveFloat = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass for evaluation; training needs 1, because the learner's distribution has no nucleus."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the engine's weights and activations."""
@@ -141,7 +158,7 @@ class RolloutConfig:
 class RewardConfig:
     """How completions are scored (`reward`)."""
 
-    name: str = "exact"
+    name: Text = "exact"
     """`exact` (the completion equals the answer), or the dotted path `package.module.function` of your own:
     called with (prompt: Prompt, completion: str), returns a float."""
 
@@ -151,7 +168,7 @@ class AdvantageConfig:
     """Group-relative advantage (`algorithm.advantage`)."""
 
     kind: Literal["group_norm", "mean_only", "leave_one_out"] = "group_norm"
-    """group_norm: (reward - mean) / std of the group (GRPO); mean_only: without std (Dr.GRPO); leave_one_out (RLOO)."""
+    """group_norm: (reward - mean) / group std (GRPO); mean_only: no std (Dr.GRPO); leave_one_out: RLOO."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation."""
 
@@ -160,11 +177,11 @@ class AdvantageConfig:
 class ClipConfig:
     """The clip range of the importance ratio (`algorithm.clip`)."""
 
-    lower: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    lower: Annotated[Float, Field(gt=0, lt=1)] = 0.8
     """L: a token with A < 0 and ratio <= L gets no gradient."""
-    upper: Annotated[float, Field(gt=1)] = 1.24
+    upper: Annotated[Float, Field(gt=1)] = 1.24
     """H: a token with A > 0 and ratio >= H gets no gradient."""
-    dual: Annotated[float, Field(gt=1)] | None = None
+    dual: Annotated[Float, Field(gt=1)] | None = None
     """Dual clip: bound on the ratio of tokens with A < 0 (must exceed upper); null switches it off."""
 
 
@@ -213,11 +230,53 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class EmulationConfig:
+    """Noise dialled into the emulated quantiser alone (`precision.emulation`); weights, BF16 and optimizer never see it.
+
+    Large models have outlier channels and massive activations on the first token; tiny ones do not. These multipliers put
+    them where only the quantiser looks, so that a tiny run has the quantisation noise of a large one. Powers of two.
+    """
+
+    block_size: PositiveInt | None = None
+    """Block of the blockwise and MXFP8 recipes; null: 128 and 32."""
+    channel_outlier: Annotated[float, Field(ge=1)] = 1.0
+    """Multiplies one input channel of the attention's qkv and of the MLP's first linear."""
+    first_token_outlier: Annotated[float, Field(ge=1)] = 1.0
+    """Multiplies the first token of each sequence at the input of the MLP's second linear."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class PrecisionConfig:
     """Numerical precision of the learner (`precision`)."""
 
     params_dtype: Literal["bf16", "fp32"] = "bf16"
     """Weights and activations; with bf16 the distributed optimizer keeps FP32 masters."""
+    recipe: Literal["bf16", "tensorwise_delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "bf16"
+    """FP8 recipe of the decoder's linears; bf16: none."""
+    format: Literal["auto", "hybrid", "e4m3"] = "auto"
+    """hybrid: E4M3 forward, E5M2 gradients; auto: the recipe's own (hybrid for per-tensor scales, else e4m3)."""
+    backend: Literal["auto", "te", "scaled_mm", "emulated"] = "auto"
+    """Who computes: TransformerEngine, torch._scaled_mm, or exact codes on any device; auto: the first that can."""
+    power_of_two_scales: bool | None = None
+    """Round scales down to powers of two; null: the recipe's own (yes but for per-tensor scales)."""
+    amax_history_length: PositiveInt = 1024
+    """Steps of tensorwise_delayed's history."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """What tensorwise_delayed takes from its history."""
+    margin: NonNegativeInt = 0
+    """tensorwise_delayed scales down by 2 ** margin."""
+    amax_group: Literal["te", "global"] = "te"
+    """te: each shard's own amax where TransformerEngine takes that; global: reduced over tensor parallelism."""
+    fp8_param: bool = False
+    """Keep the decoder's weights in FP8 between steps (FP32 masters stay in the optimizer); needs params_dtype bf16."""
+    first_last_layers_bf16: NonNegativeInt = 0
+    """This many layers at each end stay in BF16."""
+    output_layer: bool = False
+    """Quantise the output layer, too (emulated only)."""
+    shadow_streamed: bool = False
+    """Rebuild the shadow pass's BF16 weights layer by layer: extra memory of one layer instead of one model."""
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
+    """Dials of the emulated backend."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -228,8 +287,8 @@ class ParallelConfig:
     """Tensor-parallel size."""
     pp: PositiveInt = 1
     """Pipeline-parallel size."""
-    vpp: PositiveInt | None = None
-    """Model chunks per pipeline rank (interleaved schedule); needs pp > 1."""
+    vpp: Annotated[Int, Field(ge=2)] | None = None
+    """Model chunks per pipeline rank (interleaved schedule), at least 2; needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel size."""
     sequence_parallel: bool = False
@@ -260,9 +319,9 @@ class OptimizerConfig:
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Share = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Share = 0.95
     """Decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -297,7 +356,7 @@ class TrainConfig:
     log_prob_chunk: PositiveInt | None = None
     """Rows of logits reduced at a time; null: chosen by device."""
     fused_head: bool = False
-    """Fuse the output layer with the log-probabilities: logits never exist, at the price of one more matmul in backward."""
+    """Fuse the output layer with the log-probabilities: no logits, but one more matmul in backward."""
     deterministic: bool = False
     """Only deterministic kernels."""
     seed: NonNegativeInt = 0
@@ -312,7 +371,7 @@ class CheckpointConfig:
     """RL steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
-    resume: str = "auto"
+    resume: Text = "auto"
     """`auto` (the newest of run_dir, if any), `no`, or the path of a checkpoint."""
 
 
@@ -346,9 +405,9 @@ class TrackingConfig:
 
     tensorboard: bool = True
     """Event files in run_dir/tensorboard."""
-    wandb_project: str | None = None
+    wandb_project: Text | None = None
     """Weights & Biases project; needs the extra `wandb`."""
-    mlflow_experiment: str | None = None
+    mlflow_experiment: Text | None = None
     """MLflow experiment; needs the extra `mlflow`."""
     samples_per_step: NonNegativeInt = 4
     """Completions that each step writes to run_dir/samples.jsonl."""
@@ -388,7 +447,7 @@ class Config:
     """Held-out evaluation."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Metrics."""
-    run_dir: str = "runs/default"
+    run_dir: Text = "runs/default"
     """Folder that holds everything of the run."""
 
     @property
@@ -397,26 +456,53 @@ class Config:
         return self.train.prompts_per_step * self.train.samples_per_prompt
 
 
+_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+|[-+]?\.inf|\.nan"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML as everybody means it: `1e-6` is a number, and `no` a word (YAML 1.1 has them the other way round)."""
+    """YAML 1.2's idea of a plain value: `1e-6` is a number; `no`, `010`, `12:30` and a date are words.
+
+    PyYAML follows YAML 1.1, which has all of them the other way round. A key that comes twice is an error.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML declares it so)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys differ."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][\d_]*)", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", "<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.ASCII), _first
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or `_Loader` would take for something else."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"^({_FLOAT})$", re.ASCII), list("-+.0123456789")
 )
 
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except Exception as error:  # PyYAML's constructors let through whatever Python raises, RecursionError too
         problem = " ".join(str(error).split())
         raise UserError(where, f"is not valid YAML ({problem}); correct it") from None
 
@@ -427,13 +513,13 @@ def find_config(name: str) -> Path:
     Raises:
         UserError: when neither exists; it lists the shipped names.
     """
-    if Path(name).is_file():
+    if os.path.isfile(name):  # pathlib's raises for a name that is too long
         return Path(name)
     package = Path(__file__).parent
     for folder in (package / "conf", package.parent / "conf"):  # installed wheel, checkout
         if folder.is_dir():
             for candidate in (folder / name, folder / f"{name}.yaml"):
-                if candidate.is_file():
+                if os.path.isfile(candidate):
                     return candidate
             shipped = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
             raise UserError("CONFIG", f"no file {name!r}; give a path, or one of {', '.join(shipped)}")
@@ -454,7 +540,7 @@ def _read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise UserError(str(path), "extends itself; break the circle of `extends:`")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error}); give a readable YAML file") from None
     values = _parse_yaml(text, str(path))
@@ -465,17 +551,19 @@ def _read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     parent = values.pop("extends", None)
     if parent is None:
         return values
-    if not isinstance(parent, str):
-        raise UserError(f"{path}: extends", f"{parent!r} must be the path of one YAML file")
+    if not isinstance(parent, str) or not os.path.isfile(path.parent / parent):
+        raise UserError(
+            f"{path}: extends", f"{parent!r} is no file; give a YAML file's path relative to this one"
+        )
     return _merge(_read_file(path.parent / parent, (*seen, path.resolve())), values)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     key = key.removeprefix("++").removeprefix("+")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-        raise UserError(override, "an override has the form section.key=value")
-    nested: Any = _parse_yaml(text, key) if text else None
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+        raise UserError(override, "is no setting; an override has the form section.key=value")
+    nested: Any = _parse_yaml(text, key)
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return _merge(values, nested)
@@ -487,27 +575,48 @@ def _known_keys(cls: type, prefix: str = "") -> list[str]:
     hints = get_type_hints(cls)
     for f in dataclasses.fields(cls):
         names.append(prefix + f.name)
-        inner = [t for t in (hints[f.name], *getattr(hints[f.name], "__args__", ())) if dataclasses.is_dataclass(t)]
-        for t in inner:
-            names += _known_keys(t, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+        for t in (hints[f.name], *getattr(hints[f.name], "__args__", ())):  # a section may be optional
+            if dataclasses.is_dataclass(t):
+                names += _known_keys(t, f"{prefix}{f.name}.")  # type: ignore[arg-type]
     return names
+
+
+def _unknown_key(where: str) -> str:
+    """What to say of a setting that does not exist: the nearest one that does."""
+    parent, _, last = where.rpartition(".")
+    known = _known_keys(Config)
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
+    near = (
+        [f"{parent}.{name}".lstrip(".") for name in difflib.get_close_matches(last, siblings, 1)]
+        or [key for key in known if key.rpartition(".")[2] == last]
+        or difflib.get_close_matches(where, known, 1, 0.75)
+    )
+    if near:
+        return f"no such setting; did you mean {' or '.join(near)}?"
+    return f"no such setting; known here: {', '.join(siblings)}"
+
+
+def _shown(value: Any, longest: int = 60) -> str:
+    """A value in an error line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        text = f"a {type(value).__name__} too large to print"
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def _user_error(error: ValidationError) -> UserError:
     """Pydantic's first complaint as one line."""
     detail = error.errors()[0]
-    where = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
+    parts = [str(part) for part in detail["loc"]]
+    where = ".".join(part if part.isprintable() else repr(part) for part in parts) or "configuration"
     if detail["type"] == "unexpected_keyword_argument":
-        parent, _, last = where.rpartition(".")
-        known = _known_keys(Config)
-        siblings = [k for k in known if k.rpartition(".")[0] == parent]
-        names = [k.rpartition(".")[2] for k in siblings]
-        near = [f"{parent}.{n}".lstrip(".") for n in difflib.get_close_matches(last, names, 1, 0.6)]
-        hint = near or [k for k in known if k.rpartition(".")[2] == last]
-        if hint:
-            return UserError(where, f"no such setting; did you mean {' or '.join(hint)}?")
-        return UserError(where, f"no such setting; known here: {', '.join(names)}")
-    return UserError(where or "configuration", f"{detail['msg']} (got {detail['input']!r}); correct the value")
+        return UserError(where, _unknown_key(where))
+    if detail["type"] == "dataclass_type":
+        problem = "is a section: should hold settings"
+    else:
+        problem = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return UserError(where, f"{problem} (got {_shown(detail['input'])}); correct the value")
 
 
 def _check(condition: bool, where: str, problem: str) -> None:
@@ -525,7 +634,16 @@ def check(config: Config, *, world_size: int) -> None:
     Raises:
         UserError: naming the setting at fault and what would be right.
     """
-    p, t, a, m = config.parallel, config.train, config.algorithm, config.model
+    _check_model(config)
+    _check_task(config)
+    _check_layout(config, world_size)
+    _check_training(config)
+    if config.model.shape is not None:
+        check_shape(config.model.shape, config.parallel)
+
+
+def _check_model(config: Config) -> None:
+    m = config.model
     _check(
         (m.hf is None) != (m.shape is None),
         "model",
@@ -537,62 +655,88 @@ def check(config: Config, *, world_size: int) -> None:
         "a model made from model.shape needs one; give a folder, a hub name, or `characters`",
     )
     _check(
+        m.warm_start.num_steps == 0 or m.shape is not None,
+        "model.warm_start.num_steps",
+        "a pretrained model has no warm start; set it to 0",
+    )
+    _check(
         m.warm_start.num_steps == 0 or config.data.train == "arithmetic",
         "model.warm_start.num_steps",
         "worked examples exist only for data.train: arithmetic; set it to 0",
     )
     _check(
-        len(set(m.characters)) == len(m.characters),
-        "model.characters",
-        "names a character twice; list each once",
+        config.rollout.max_new_tokens < m.max_sequence_length,
+        "rollout.max_new_tokens",
+        f"leaves no room for a prompt within model.max_sequence_length = {m.max_sequence_length}; lower it",
     )
-    operators = config.data.arithmetic.operators
+    if m.tokenizer == "characters":
+        _check(
+            len(set(m.characters)) == len(m.characters) > 0,
+            "model.characters",
+            "is empty or names a character twice; list each once",
+        )
+        _check(not config.data.chat_template, "data.chat_template", "`characters` has no template; use false")
+
+
+def _check_task(config: Config) -> None:
+    """The generated problems, and whether a `characters` tokenizer and the context can hold them."""
+    m, task = config.model, config.data.arithmetic
     _check(
-        bool(operators) and set(operators) <= set("+-*"),
+        bool(task.operators) and set(task.operators) <= set("+-*"),
         "data.arithmetic.operators",
-        f"{operators!r}: give some of + - *",
+        f"{task.operators!r}: give some of + - *",
     )
+    if m.tokenizer != "characters" or "arithmetic" not in (config.data.train, config.data.eval):
+        return
+    absent = sorted(set("0123456789=" + task.operators) - set(m.characters))
+    _check(
+        not absent,
+        "model.characters",
+        f"lacks {''.join(absent)!r}, which the arithmetic problems need; add them",
+    )
+    longest = task.num_operands * (len(str(task.max_operand)) + 1)
+    room = m.max_sequence_length - config.rollout.max_new_tokens
+    _check(
+        longest <= room,
+        "model.max_sequence_length",
+        f"arithmetic problems of up to {longest} characters plus rollout.max_new_tokens = "
+        f"{config.rollout.max_new_tokens} exceed {m.max_sequence_length}; raise it to "
+        f"{longest + config.rollout.max_new_tokens}",
+    )
+
+
+def _check_layout(config: Config, world_size: int) -> None:
+    """Whether ranks, sequences and batches divide."""
+    p, t, a = config.parallel, config.train, config.algorithm
     ranks = p.tp * p.pp * p.cp
     _check(
         world_size % ranks == 0,
         "parallel",
-        f"tp {p.tp} x pp {p.pp} x cp {p.cp} = {ranks} ranks do not divide the {world_size} ranks of this launch; "
-        "change parallel, or the number of processes (torchrun --nproc-per-node, cluster for --dry-run)",
+        f"tp {p.tp} x pp {p.pp} x cp {p.cp} = {ranks} does not divide the {world_size} ranks of this launch; "
+        "change parallel, or the number of processes (torchrun --nproc-per-node; cluster for --dry-run)",
     )
     dp = world_size // ranks
-    _check(t.samples_per_prompt >= 2, "train.samples_per_prompt", "a group needs at least 2 samples; raise it")
+    _check(
+        t.samples_per_prompt >= 2, "train.samples_per_prompt", "a group needs at least 2 samples; raise it"
+    )
     _check(
         config.sequences_per_step % a.num_minibatches == 0,
         "algorithm.num_minibatches",
         f"{a.num_minibatches} does not divide the {config.sequences_per_step} sequences of a step "
-        "(train.prompts_per_step x train.samples_per_prompt)",
+        "(train.prompts_per_step x train.samples_per_prompt); choose a divisor",
     )
     per_minibatch = config.sequences_per_step // a.num_minibatches
     _check(
         per_minibatch >= dp,
         "algorithm.num_minibatches",
-        f"{per_minibatch} sequences a mini-batch cannot feed {dp} data-parallel ranks; use fewer mini-batches or "
-        "more sequences",
+        f"{per_minibatch} sequences a mini-batch cannot feed {dp} data-parallel ranks; "
+        "use fewer mini-batches, or more sequences",
     )
+    warm_start = config.model.warm_start
     _check(
-        m.warm_start.batch_size % dp == 0,
+        warm_start.num_steps == 0 or warm_start.batch_size % dp == 0,
         "model.warm_start.batch_size",
-        f"{m.warm_start.batch_size} is not divisible by the data-parallel size {dp}",
-    )
-    _check(
-        a.clip.dual is None or a.clip.dual > a.clip.upper,
-        "algorithm.clip.dual",
-        f"must exceed algorithm.clip.upper = {a.clip.upper}",
-    )
-    _check(
-        config.rollout.top_p == 1.0,
-        "rollout.top_p",
-        "the learner's probabilities have no nucleus, so ratios would be biased; use 1.0",
-    )
-    _check(
-        config.rollout.max_new_tokens < m.max_sequence_length,
-        "rollout.max_new_tokens",
-        f"leaves no room for a prompt within model.max_sequence_length = {m.max_sequence_length}",
+        f"{warm_start.batch_size} is not divisible by the data-parallel size {dp}; choose a multiple",
     )
     _check(
         not p.sequence_parallel or p.tp > 1,
@@ -605,22 +749,39 @@ def check(config: Config, *, world_size: int) -> None:
         "parallel.overlap_param_gather",
         "needs parallel.overlap_grad_reduce: true",
     )
+
+
+def _check_training(config: Config) -> None:
+    clip, schedule, num_steps = config.algorithm.clip, config.schedule, config.train.num_steps
     _check(
-        config.schedule.min_lr <= config.optimizer.lr,
+        clip.dual is None or clip.dual > clip.upper,
+        "algorithm.clip.dual",
+        f"must exceed algorithm.clip.upper = {clip.upper}; raise it",
+    )
+    _check(
+        config.rollout.top_p == 1.0,
+        "rollout.top_p",
+        "the learner's probabilities have no nucleus, so ratios would be biased; use 1.0",
+    )
+    _check(
+        schedule.min_lr <= config.optimizer.lr,
         "schedule.min_lr",
         f"exceeds optimizer.lr = {config.optimizer.lr}; lower it",
     )
     _check(
-        config.schedule.warmup_steps < t.num_steps or config.schedule.warmup_steps == 0,
+        schedule.warmup_steps < num_steps,
         "schedule.warmup_steps",
-        f"must be below train.num_steps = {t.num_steps}",
+        f"must be below train.num_steps = {num_steps}; lower it",
     )
-    if m.shape is not None:
-        check_shape(m.shape, p)
 
 
-def check_shape(shape: ShapeConfig, parallel: ParallelConfig) -> None:
-    """Whether a model of this shape can be split so.
+def check_shape(shape: ShapeConfig, parallel: ParallelConfig, *, where: str = "model.shape") -> None:
+    """Whether a model of this shape exists and can be split so.
+
+    Args:
+        shape: the model.
+        parallel: the layout.
+        where: the setting that the shape comes from.
 
     Raises:
         UserError: naming the setting at fault.
@@ -628,8 +789,19 @@ def check_shape(shape: ShapeConfig, parallel: ParallelConfig) -> None:
     s, p = shape, parallel
     _check(
         s.num_attention_heads % s.num_query_groups == 0,
-        "model.shape.num_query_groups",
-        f"{s.num_query_groups} must divide num_attention_heads = {s.num_attention_heads}",
+        where,
+        f"num_query_groups {s.num_query_groups} does not divide num_attention_heads {s.num_attention_heads}; "
+        "choose a divisor",
+    )
+    _check(
+        s.head_dim is not None or s.hidden_size % s.num_attention_heads == 0,
+        where,
+        f"hidden_size {s.hidden_size} is not divisible by num_attention_heads {s.num_attention_heads}; "
+        "give head_dim",
+    )
+    head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
+    _check(
+        head_dim % 2 == 0, where, f"head_dim {head_dim} is odd; rotary embedding turns pairs, use an even one"
     )
     for name, value in (
         ("num_attention_heads", s.num_attention_heads),
@@ -646,11 +818,6 @@ def check_shape(shape: ShapeConfig, parallel: ParallelConfig) -> None:
         s.num_layers % stages == 0,
         "parallel.pp",
         f"pp x vpp = {stages} does not divide the model's {s.num_layers} layers; choose a divisor",
-    )
-    _check(
-        s.head_dim is not None or s.hidden_size % s.num_attention_heads == 0,
-        "model.shape.head_dim",
-        f"hidden_size {s.hidden_size} is not divisible by num_attention_heads {s.num_attention_heads}; give head_dim",
     )
 
 
@@ -669,10 +836,9 @@ def load_config(name: str, overrides: Sequence[str] = (), *, world_size: int | N
     for override in overrides:
         values = _apply_override(values, override)
     config = config_from_dict(values)
-    check(
-        config,
-        world_size=config.cluster.num_nodes * config.cluster.gpus_per_node if world_size is None else world_size,
-    )
+    if world_size is None:
+        world_size = config.cluster.num_nodes * config.cluster.gpus_per_node
+    check(config, world_size=world_size)
     return config
 
 
@@ -690,12 +856,12 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The resolved configuration as nested plain values."""
-    return dataclasses.asdict(config)  # type: ignore[call-overload, no-any-return]
+    return dataclasses.asdict(config)
 
 
 def config_to_yaml(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
+    return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False)
 
 
 def launch_world_size() -> int:

@@ -1,34 +1,75 @@
-"""The Hugging Face side of a run: model configuration and tokenizer, from a folder or made from the configuration.
+"""The Hugging Face side of a run: model configuration and tokenizer, from a folder or made from settings.
 
-The HF config is the one description of the model's shape; the Megatron learner, the weight mapping and the embedded rollout
-engine are all built from it.
+The HF config is the one description of the model's shape; the Megatron learner, the weight mapping and the
+embedded rollout engine are all built from it. Whatever is wrong with a folder shows here, before any weight
+is read. Calls to transformers are guarded as a whole, since it raises nearly anything for a malformed file.
+
+Left out on purpose: models by hub name (a run must not start with a download of weights on every node), and
+code that comes with a model.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from megatron_calclip.config import ModelConfig, ShapeConfig, ParallelConfig, check_shape
+from megatron_calclip.config import ModelConfig, ParallelConfig, ShapeConfig, check_shape
 from megatron_calclip.errors import UserError
+from megatron_calclip.weights.mapping import ModelShape
 
 _CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 _PAD, _EOS = "<pad>", "<eos>"
+# A hub that cannot be reached is reported after this; transformers itself would retry for a minute.
+_HUB_TIMEOUT_SECONDS = 10
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character: 0 pads, 1 ends a sequence, then the alphabet in its order."""
+    """A tokenizer with one token per character: 0 pads, 1 ends a sequence, then the alphabet in its order.
+
+    It has no token for other characters and encodes them as padding; `data.PromptStream` refuses them.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # Oniguruma: (?m) is dotall
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD, eos_token=_EOS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=_PAD,
+        eos_token=_EOS,
+        split_special_tokens=True,  # `<eos>` in a text is five characters
+    )
+
+
+def _load_tokenizer(name: str) -> Any:
+    """From a folder or the local cache; else from the hub, when it answers."""
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        if os.path.isdir(name):
+            raise
+    from huggingface_hub import HfApi
+
+    HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -42,11 +83,11 @@ def load_tokenizer(model: ModelConfig) -> Any:
     if name == "characters":
         return character_tokenizer(model.characters)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = _load_tokenizer(name)
+    except Exception as error:
         raise UserError(
-            "model.tokenizer", f"cannot load {name!r} ({reason}); give a folder with a HF tokenizer, or `characters`"
+            "model.tokenizer",
+            f"cannot load {name!r} ({_reason(error)}); give a folder with a HF tokenizer, or `characters`",
         ) from None
     if tokenizer.eos_token_id is None:
         raise UserError("model.tokenizer", f"{name!r} has no end-of-sequence token; set one in its folder")
@@ -57,23 +98,68 @@ def load_hf_config(model: ModelConfig, parallel: ParallelConfig, tokenizer: Any)
     """The HF config of the policy: read from `model.hf`, or made from `model.shape`.
 
     Raises:
-        UserError: when the folder has no readable config, its architecture is not supported, or it cannot be split over
-            `parallel`.
+        UserError: when the folder has no readable config, its architecture is not supported, it does not fit
+            the tokenizer or the context, or it cannot be split over `parallel`.
     """
     if model.shape is not None:
         return _make_config(model.shape, model.max_sequence_length, tokenizer)
     assert model.hf is not None
-    if not (Path(model.hf) / "config.json").is_file():
-        raise UserError("model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model")
+    if not os.path.isfile(Path(model.hf) / "config.json"):
+        raise UserError(
+            "model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model"
+        )
     try:
-        config = AutoConfig.from_pretrained(model.hf)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError("model.hf", f"config.json of {model.hf!r} cannot be read ({reason})") from None
+        config = AutoConfig.from_pretrained(model.hf, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(
+            "model.hf",
+            f"config.json of {model.hf!r} cannot be read ({_reason(error)}); correct or replace it",
+        ) from None
+    _check_architecture(config, model)
+    try:
+        shape = _shape_of(config)
+        ModelShape.from_hf_config(config)
+    except Exception as error:
+        raise UserError(
+            "model.hf", f"config.json of {model.hf!r} describes no model ({_reason(error)}); correct it"
+        ) from None
+    check_shape(shape, parallel, where="model.hf")
+    if model.max_sequence_length > config.max_position_embeddings:
+        raise UserError(
+            "model.max_sequence_length",
+            f"{model.max_sequence_length} exceeds the model's context of {config.max_position_embeddings}; "
+            "lower it",
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            "model.tokenizer",
+            f"has {len(tokenizer)} tokens, but the model only {config.vocab_size}; give the model's own",
+        )
+    return config
+
+
+def _check_architecture(config: PretrainedConfig, model: ModelConfig) -> None:
+    """Refuse what the learner's layers would silently compute in another way."""
     if config.model_type not in _CONFIG_CLASSES:
         supported = ", ".join(_CONFIG_CLASSES)
-        raise UserError("model.hf", f"architecture {config.model_type!r} is not supported; supported: {supported}")
-    shape = ShapeConfig(
+        raise UserError(
+            "model.hf", f"architecture {config.model_type!r} is not supported; use one of {supported}"
+        )
+    if config.hidden_act != "silu":
+        raise UserError(
+            "model.hf", f"hidden_act {config.hidden_act!r} is not supported; use a model with silu"
+        )
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and model.max_sequence_length > config.sliding_window:
+        raise UserError(
+            "model.max_sequence_length",
+            f"{model.max_sequence_length} exceeds the model's attention window of {config.sliding_window}, "
+            "which is not supported; lower it",
+        )
+
+
+def _shape_of(config: PretrainedConfig) -> ShapeConfig:
+    return ShapeConfig(
         architecture=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -82,13 +168,6 @@ def load_hf_config(model: ModelConfig, parallel: ParallelConfig, tokenizer: Any)
         num_query_groups=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None),
     )
-    check_shape(shape, parallel)
-    if model.max_sequence_length > config.max_position_embeddings:
-        raise UserError(
-            "model.max_sequence_length",
-            f"{model.max_sequence_length} exceeds the model's context of {config.max_position_embeddings}; lower it",
-        )
-    return config
 
 
 def _make_config(shape: ShapeConfig, max_sequence_length: int, tokenizer: Any) -> PretrainedConfig:

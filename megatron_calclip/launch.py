@@ -5,19 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_calclip.config import config_to_yaml, launch_world_size, load_config
-from megatron_calclip.errors import EXIT_USAGE, UserError
+from megatron_calclip.errors import UserError
+
+# How long ranks other than 0 keep an error to themselves: torchrun polls its workers ten times a second.
+OTHER_RANKS_WAIT_SECONDS = 3.0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="grpo_fp8.py", description="Reinforcement learning of a language model on Megatron-Core."
     )
-    parser.add_argument("config", metavar="CONFIG", help="path of a YAML file, or the name of a shipped configuration")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="path of a YAML file, or the name of a shipped configuration"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and print the configuration, then stop")
     # Overrides may stand before or after the flag.
     return parser.parse_intermixed_args(argv)
@@ -30,10 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         world_size = None if arguments.dry_run else launch_world_size()
         config = load_config(arguments.config, arguments.overrides, world_size=world_size)
     except UserError as error:
-        # Every rank found the same; one says so.
-        _exit(error, speak=os.environ.get("RANK", "0") == "0")
+        _exit(error)
     if arguments.dry_run:
-        if os.environ.get("RANK", "0") == "0":
+        if _rank() == 0:
             print(config_to_yaml(config), end="")
         return
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -45,13 +53,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         Trainer(config, runtime.start(config)).run()
         runtime.stop()
     except UserError as error:
-        _exit(error, speak=True)
+        _exit(error)
 
 
-def _exit(error: UserError, *, speak: bool) -> None:
-    if speak:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {error}" if rank == "0" else f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
-    # Not sys.exit: other ranks may be waiting in a collective, and interpreter shutdown would wait for them.
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _exit(error: UserError) -> NoReturn:
+    """Report in one line and end this process.
+
+    What is wrong for all ranks, every rank finds; rank 0 says so first, and torchrun then ends the others.
+    """
+    line = " ".join(str(error).split())  # messages of libraries and of the user's own code may have several
+    if rank := _rank():
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        line += f" (rank {rank})"
+    print(f"error: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(error.exit_code if error.exit_code else EXIT_USAGE)
+    # Not sys.exit: other ranks may be waiting in a collective, and interpreter shutdown would wait for them.
+    os._exit(error.exit_code)

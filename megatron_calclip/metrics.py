@@ -1,8 +1,8 @@
 """Names of everything that a run logs, each with its meaning, its reduction and its unit.
 
-`metrics.jsonl`, TensorBoard and the other trackers hold these names and no others. A reduction says what was combined over
-micro-batches, mini-batches and ranks: sums divided by global counts, never means of means; extremes by min and max. `rank 0`
-marks what only one process measures.
+`metrics.jsonl`, TensorBoard and the other trackers hold these names and no others. A reduction says what was
+combined over micro-batches, mini-batches and ranks: sums divided by global counts, never means of means;
+extremes by min and max. `rank 0` marks what only one process measures.
 """
 
 from __future__ import annotations
@@ -27,20 +27,32 @@ METRICS: dict[str, Metric] = {
     "step": Metric("RL steps done, this one included", "rank 0"),
     "reward/mean": Metric("mean reward of the step's samples", "mean over all samples"),
     "reward/std": Metric("standard deviation of the rewards", "over all samples"),
-    "reward/equal_groups": Metric("share of groups whose rewards are all equal, so that they teach nothing", "mean over groups"),
+    "reward/equal_groups": Metric(
+        "share of groups whose rewards are all equal, so that they teach nothing", "mean over groups"
+    ),
     "response/mean_length": Metric("response tokens per sample", "mean over all samples"),
     "response/truncated": Metric("share of samples cut by the length limit", "mean over all samples"),
     "eval/score": Metric("mean reward on held-out prompts", "mean over all samples"),
-    "eval/stderr": Metric("standard error of eval/score (prompts are independent, samples of a prompt are not)", "over prompts"),
-    "loss": Metric("policy loss, KL and entropy terms included", "sum of globally normalised shares; mean over updates"),
+    "eval/stderr": Metric(
+        "standard error of eval/score (prompts are independent, samples of a prompt are not)", "over prompts"
+    ),
+    "loss": Metric(
+        "policy loss, KL and entropy terms included", "sum of globally normalised shares; mean over updates"
+    ),
     "grad_norm": Metric("global L2 norm of the gradient before clipping", "mean over updates"),
     "lr": Metric("learning rate of the step", "rank 0"),
     "updates/applied": Metric("optimizer steps that moved the weights", "sum"),
     "updates/skipped": Metric("optimizer steps skipped because the gradient was not finite", "sum"),
     "entropy": Metric("entropy of the policy's next-token distribution, nats", _TOKENS),
-    "clip/low_negative": Metric("share of tokens with A < 0 and ratio <= L (no gradient)", "sum / count of A < 0 tokens"),
-    "clip/high_positive": Metric("share of tokens with A > 0 and ratio >= H (no gradient)", "sum / count of A > 0 tokens"),
-    "clip/dual_negative": Metric("share of tokens with A < 0 at the dual clip (no gradient)", "sum / count of A < 0 tokens"),
+    "clip/low_negative": Metric(
+        "share of tokens with A < 0 and ratio <= L (no gradient)", "sum / count of A < 0 tokens"
+    ),
+    "clip/high_positive": Metric(
+        "share of tokens with A > 0 and ratio >= H (no gradient)", "sum / count of A > 0 tokens"
+    ),
+    "clip/dual_negative": Metric(
+        "share of tokens with A < 0 at the dual clip (no gradient)", "sum / count of A < 0 tokens"
+    ),
     "clip/lower": Metric("L in force during the step", "rank 0"),
     "clip/upper": Metric("H in force during the step", "rank 0"),
     "ratio/mean": Metric("pi_theta / pi_old", _TOKENS),
@@ -51,10 +63,14 @@ METRICS: dict[str, Metric] = {
     "mismatch/mean_abs_dlogp": Metric("|log pi_old - log mu|, nats", _TOKENS),
     "mismatch/max_abs_dlogp": Metric("its maximum", "max over ranks"),
     "mismatch/k3": Metric("K3 estimate of KL(mu, pi_old), nats", _TOKENS),
-    "mismatch/token_mult_prob_error": Metric("exp of mismatch/mean_abs_dlogp; 1 is no mismatch", "exp of the global mean"),
+    "mismatch/token_mult_prob_error": Metric("exp |log pi_old - log mu|; 1 is no mismatch", _TOKENS),
     "importance/truncated": Metric("share of tokens whose importance weight exceeds the cap", _TOKENS),
-    "importance/ess": Metric("effective sample size of the importance weights, as a share", "from sums over response tokens"),
-    "throughput/tokens_per_s": Metric("tokens (prompts included) per second of the whole step", "global tokens / rank 0 seconds"),
+    "importance/ess": Metric(
+        "effective sample size of the importance weights, as a share", "from sums over response tokens"
+    ),
+    "throughput/tokens_per_s": Metric(
+        "tokens (prompts included) per second of the whole step", "global tokens / rank 0 seconds"
+    ),
     "timing/rollout": Metric("seconds of sampling", "rank 0"),
     "timing/reward": Metric("seconds of scoring", "rank 0"),
     "timing/log_probs": Metric("seconds of old (and reference) log-probabilities", "rank 0"),

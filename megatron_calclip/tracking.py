@@ -1,6 +1,8 @@
-"""Where a run's numbers and texts go: files in its folder, TensorBoard, Weights & Biases, MLflow, the terminal.
+"""Where a run's numbers and texts go: files in its folder, TensorBoard, Weights & Biases, MLflow, terminal.
 
 Rank 0 alone writes. `metrics.jsonl` is the complete record, one line a step; everything else is a view of it.
+A number that is not finite is `null` there, because JSON has no other word for it. What a killed run left
+half written, and rows of steps that a resumed run repeats, are dropped when it starts again.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +24,8 @@ from rich.table import Table
 from megatron_calclip.config import Config, config_to_dict, config_to_yaml
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.metrics import METRICS
+
+Row = Mapping[str, float]
 
 _SHOWN = {
     "reward": "reward/mean",
@@ -36,13 +41,26 @@ def _require(module: str, extra: str, where: str) -> None:
         raise UserError(where, f"needs {module}: pip install 'megatron-calclip[{extra}]', or set it to null")
 
 
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Errors of the file system as the user's."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "run_dir",
+            f"cannot be written ({error}); free space, or give a writable folder",
+            exit_code=EXIT_FAILED,
+        ) from None
+
+
 class Tracker:
     """Rank 0's writers; on other ranks every method does nothing.
 
     Args:
         config: the run's configuration.
         active: whether this rank writes.
-        first_step: steps already done (a resumed run); rows of later steps in `metrics.jsonl` are dropped.
+        first_step: steps already done (a resumed run); rows of later steps are dropped from the files.
 
     Raises:
         UserError: when the run's folder cannot be written, or a chosen tracker is not installed.
@@ -51,9 +69,11 @@ class Tracker:
     def __init__(self, config: Config, *, active: bool, first_step: int) -> None:
         self.active, self.run_dir, self.num_steps = active, Path(config.run_dir), config.train.num_steps
         self.console = Console(quiet=not active, highlight=False)
+        self.first_step = first_step
         self.first_row: dict[str, float] = {}
         self.last_row: dict[str, float] = {}
-        self._writers: list[Any] = []
+        self._writers: list[Callable[[int, Row], None]] = []
+        self._progress: Progress | None = None
         self._exit = contextlib.ExitStack()
         t = config.tracking
         if t.wandb_project is not None:
@@ -62,33 +82,46 @@ class Tracker:
             _require("mlflow", "mlflow", "tracking.mlflow_experiment")
         if not active:
             return
-        try:
+        with _writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.yaml").write_text(config_to_yaml(config))
+            (self.run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
             _drop_rows_after(self.run_dir / "metrics.jsonl", first_step)
             _drop_rows_after(self.run_dir / "samples.jsonl", first_step)
-        except OSError as error:
-            raise UserError("run_dir", f"cannot be written ({error}); give a writable folder", exit_code=EXIT_FAILED) from None
-        if t.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step + 1)
-            self._exit.callback(board.close)
-            self._writers.append(lambda step, row: [board.add_scalar(k, v, step) for k, v in row.items()])
+            if t.tensorboard:
+                self._open_tensorboard()
         if t.wandb_project is not None:
-            import wandb
-
-            run = wandb.init(project=t.wandb_project, dir=str(self.run_dir), config=config_to_dict(config))
-            self._exit.callback(run.finish)
-            self._writers.append(lambda step, row: run.log(dict(row), step=step))
+            self._open_wandb(t.wandb_project, config)
         if t.mlflow_experiment is not None:
-            import mlflow
+            self._open_mlflow(t.mlflow_experiment)
 
-            mlflow.set_experiment(t.mlflow_experiment)
-            self._exit.enter_context(mlflow.start_run())
-            self._writers.append(lambda step, row: mlflow.log_metrics(dict(row), step=step))
-        self._progress: Progress | None = None
-        if self.console.is_terminal:
+    def _open_tensorboard(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self.first_step + 1)
+        self._exit.callback(board.close)
+
+        def write(step: int, row: Row) -> None:
+            for name, value in row.items():
+                board.add_scalar(name, value, step)
+
+        self._writers.append(write)
+
+    def _open_wandb(self, project: str, config: Config) -> None:
+        import wandb
+
+        run = wandb.init(project=project, dir=str(self.run_dir), config=config_to_dict(config))
+        self._exit.callback(run.finish)
+        self._writers.append(lambda step, row: run.log(dict(row), step=step))
+
+    def _open_mlflow(self, experiment: str) -> None:
+        import mlflow
+
+        mlflow.set_experiment(experiment)
+        self._exit.enter_context(mlflow.start_run())
+        self._writers.append(lambda step, row: mlflow.log_metrics(dict(row), step=step))
+
+    def __enter__(self) -> Tracker:
+        if self.active and self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]step"),
                 MofNCompleteColumn(),
@@ -97,20 +130,20 @@ class Tracker:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._progress.add_task("", total=self.num_steps, completed=first_step)
+            self._task = self._progress.add_task("", total=self.num_steps, completed=self.first_step)
             self._exit.enter_context(self._progress)
-
-    def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._exit.close()
 
     def say(self, message: str) -> None:
         """One line in the terminal."""
-        self.console.print(message, markup=False)
+        self.console.print(message, markup=False, soft_wrap=True)
 
-    def log(self, row: Mapping[str, float]) -> None:
+    def log(self, row: Row) -> None:
         """Record one step's metrics; `row["step"]` counts from 1 (0 is the evaluation before training)."""
         if not self.active:
             return
@@ -119,8 +152,7 @@ class Tracker:
         self.last_row = dict(row)
         self.first_row = self.first_row or dict(row)
         step = int(row["step"])
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+        self._append("metrics.jsonl", [{k: v if math.isfinite(v) else None for k, v in row.items()}])
         for write in self._writers:
             write(step, {name: value for name, value in row.items() if name != "step"})
         shown = "  ".join(f"{label} {row[name]:.4g}" for label, name in _SHOWN.items() if name in row)
@@ -129,50 +161,58 @@ class Tracker:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=shown)
         else:
-            self.say(f"step {step}/{self.num_steps}  {shown}")
+            self.say(f"step {step}/{self.num_steps}  {shown.strip()}")
 
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append completions, with their rewards, to `samples.jsonl`."""
         if self.active and rows:
-            with (self.run_dir / "samples.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows)
+            self._append("samples.jsonl", [{"step": step, **row} for row in rows])
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        with _writing(), (self.run_dir / name).open("a", encoding="utf-8") as file:
+            file.write(text)
 
     def summary(self, rows: Mapping[str, str]) -> None:
-        """The closing table."""
+        """The closing table; plain lines where the output is not a terminal."""
+        self._exit.close()
+        if not self.console.is_terminal:
+            for name, value in rows.items():
+                self.say(f"{name}: {value}")
+            return
         table = Table(title=f"run {self.run_dir}", show_header=False)
         for name, value in rows.items():
             table.add_row(name, value)
-        self._exit.close()
         self.console.print(table)
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Remove rows of steps past `step` (they come again after a resume), whole or not."""
+    """Remove rows of steps past `step`, which come again after a resume; all of them at a fresh start."""
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
+    # Not splitlines: a text in JSON may hold other characters that it takes for the end of a line.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # half a line, written when the run was killed
+            if step > 0 and json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, KeyError):
-            continue  # half a line, written while the run was killed
-    if step == 0:
-        kept = []
     aside = path.with_suffix(".partial")
-    aside.write_text("".join(line + "\n" for line in kept))
+    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     aside.rename(path)
 
 
 @contextlib.contextmanager
-def profiled(config: Config, step: int, *, active: bool) -> Any:
+def profiled(config: Config, step: int, *, active: bool) -> Iterator[None]:
     """Record a step with torch's profiler when it lies in `tracking.profile`'s window."""
     window = config.tracking.profile
     if not active or not window.start_step <= step < window.start_step + window.num_steps:
         yield
         return
-    folder = Path(config.run_dir) / "profile"
-    folder.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profiler:
         yield
-    profiler.export_chrome_trace(str(folder / f"step_{step + 1}.json"))
+    folder = Path(config.run_dir) / "profile"
+    with _writing():
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"step_{step + 1}.json"))

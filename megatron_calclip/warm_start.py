@@ -1,8 +1,9 @@
-"""Where a policy's first weights come from: a HF folder, random values, or random values after a short supervised start.
+"""Where first weights come from: a HF folder, random values, or random values after a short supervised start.
 
-The supervised start gives the tiny CPU run a policy that succeeds sometimes, so that there is something to reinforce. It runs
-on the same learner as everything else, and its result is cached as a HF folder keyed by every setting that shapes it; a run
-always loads that folder, whether it has just been made or not, so that both start from the same bits.
+The supervised start gives the tiny CPU run a policy that succeeds sometimes, so that there is something to
+reinforce. It runs on the same learner as everything else, and its result is cached as a HF folder keyed by
+every setting that shapes it; a run always loads that folder, whether it has just been made or not, so that
+both start from the same bits.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_calclip.batch import Completion, Prompt, Trajectories
@@ -40,17 +43,21 @@ def _cache_root() -> Path:
 def _cache_key(config: Config) -> str:
     """Hash of everything that shapes the result; the layout does so only by rounding and is left out."""
     m = config.model
+    assert m.shape is not None
+    optimizer = dataclasses.asdict(config.optimizer)
+    del optimizer["lr"]  # the warm start has its own
     shaping = {
-        "format": 1,
-        "shape": dataclasses.asdict(m.shape) if m.shape else None,  # type: ignore[call-overload]
+        "format": 2,
+        "shape": dataclasses.asdict(m.shape),
         "tokenizer": [m.tokenizer, m.characters, m.max_sequence_length],
-        "warm_start": dataclasses.asdict(m.warm_start),  # type: ignore[call-overload]
-        "task": dataclasses.asdict(config.data.arithmetic),  # type: ignore[call-overload]
-        "precision": dataclasses.asdict(config.precision),  # type: ignore[call-overload]
-        "optimizer": dataclasses.asdict(config.optimizer),  # type: ignore[call-overload]
+        "warm_start": dataclasses.asdict(m.warm_start),
+        "task": dataclasses.asdict(config.data.arithmetic),
+        "chat_template": config.data.chat_template,
+        "temperature": config.rollout.temperature,  # the learner divides its logits by it
+        "precision": dataclasses.asdict(config.precision),
+        "optimizer": optimizer,
         "seed": config.train.seed,
     }
-    del shaping["optimizer"]["lr"]
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -63,7 +70,7 @@ def initial_weights(
         UserError: for unreadable weights, or a cache that cannot be written.
     """
     if config.model.hf is not None:
-        return HFSource.from_folder(config.model.hf)
+        return _named(config.model.hf, "model.hf")
     if config.model.warm_start.num_steps == 0:
         return _random_weights(config, hf_config)
     folder = _cache_root() / "warm_start" / _cache_key(config)
@@ -72,23 +79,36 @@ def initial_weights(
         _train(config, hf_config, tokenizer, runtime, folder, say)
     else:
         say(f"warm start: cached in {folder}")
-    return HFSource.from_folder(folder)
+    return _named(folder, "MEGATRON_CALCLIP_CACHE")
+
+
+def _named(folder: str | Path, setting: str) -> HFSource:
+    """The tensors of a folder, with errors that name the setting behind it."""
+    try:
+        source = HFSource.from_folder(folder)
+    except UserError as error:
+        raise UserError(setting, str(error), exit_code=error.exit_code) from None
+    return HFSource(f"{setting}: {source.where}", shapes=source.shapes, read=source.read)
 
 
 def _random_weights(config: Config, hf_config: Any) -> HFSource:
     """transformers' initialisation under the run's seed: it depends on no layout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        return HFSource.from_tensors(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict())
+        return HFSource.from_tensors(
+            AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict()
+        )
 
 
-def _demonstrations(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> Trajectories:
+def _demonstrations(
+    tokenizer: Any, prompts: Sequence[Prompt], *, wrong_answers: float, seed: int
+) -> Trajectories:
     """Worked examples, of which a given share has some wrong answer of the right length."""
     answers = []
     for prompt in prompts:
-        rng = random.Random(f"demonstration:{config.train.seed}:{prompt.id}")
+        rng = random.Random(f"demonstration:{seed}:{prompt.id}")
         answer = prompt.answer
-        if rng.random() < config.model.warm_start.wrong_answers:
+        if rng.random() < wrong_answers:
             answer = "".join(rng.choice("0123456789") if c.isdigit() else c for c in answer)
         ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         answers.append([Completion(tuple(ids), (0.0,) * len(ids), finished=True, policy_version=0)])
@@ -114,19 +134,27 @@ def _train(
     report_every = max(settings.num_steps // 5, 1)
     for step in range(settings.num_steps):
         prompts = stream.take(_FIRST_POSITION + step * settings.batch_size, settings.batch_size)
-        trajectories = _demonstrations(config, tokenizer, prompts)
+        trajectories = _demonstrations(
+            tokenizer,
+            prompts,
+            # Errors come late: mixed in from the start, they would keep a small model from learning at all.
+            wrong_answers=settings.wrong_answers if 4 * step >= 3 * settings.num_steps else 0.0,
+            seed=config.train.seed,
+        )
         weights = trajectories.response_mask.float() / trajectories.num_response_tokens
         learner.begin_step()
         batch = learner.prepare(trajectories, num_minibatches=1)
         result = learner.update(batch, 0, supervised_objective(weights))
         if (step + 1) % report_every == 0:
             share = result.loss if runtime.reports_tokens else torch.zeros_like(result.loss)
-            say(f"warm start {step + 1}/{settings.num_steps}  loss {float(runtime.sum_over_world(share)):.3f}")
+            say(
+                f"warm start {step + 1}/{settings.num_steps}  loss {float(runtime.sum_over_world(share)):.3f}"
+            )
     problem = None
     stream_of_weights = learner.stream_hf(dtype=torch.float32)
     if runtime.rank == 0:
         try:
-            save_hf(stream_of_weights, folder, hf_config=hf_config)
+            _publish(stream_of_weights, folder, hf_config)
         except (OSError, UserError) as error:
             problem = str(error)
     for _ in stream_of_weights:  # the other ranks of the model take part in the gathers
@@ -134,6 +162,19 @@ def _train(
     problem = runtime.gather_objects(problem)[0]
     if problem is not None:
         raise UserError(
-            "MEGATRON_CALCLIP_CACHE", f"cannot write the warm start ({problem}); set it to a writable folder",
+            "MEGATRON_CALCLIP_CACHE",
+            f"cannot write the warm start ({problem}); set it to a writable folder",
             exit_code=EXIT_FAILED,
         )
+
+
+def _publish(stream: Iterator[tuple[str, Tensor]], folder: Path, hf_config: Any) -> None:
+    """Write the cache entry under a name of this process's own, then rename; another run may make it, too."""
+    own = folder.with_name(f"{folder.name}.{os.getpid()}")
+    save_hf(stream, own, hf_config=hf_config)
+    try:
+        own.rename(folder)
+    except OSError:
+        shutil.rmtree(own, ignore_errors=True)
+        if not (folder / "config.json").is_file():
+            raise

@@ -6,7 +6,8 @@ that decide whether a choice is acted on (`calibration`).
 
 Ties go to the candidate nearest the present bound (our choice), and among two equally near ones to the
 smaller: with few tokens whole stretches of a grid are equally good, and a plain argmin would run to their
-end."""
+end.
+"""
 
 import math
 from collections.abc import Sequence
@@ -48,6 +49,11 @@ class BalanceSearch(Search):
     """The balance of FP8 at the new lower bound and each candidate; it never falls along the grid."""
 
     @property
+    def is_defined(self) -> bool:
+        """False when no negative update survives, in FP8 or in BF16, to be balanced."""
+        return math.isfinite(self.target) and math.isfinite(self.curve[0])
+
+    @property
     def relative_range(self) -> float:
         """How far the balance moves over the grid, as a share of the target."""
         return (self.curve[-1] - self.curve[0]) / self.target if self.target > 0 else math.inf
@@ -75,9 +81,9 @@ def search_lower(
     chosen = _nearest((clipped8 - tail16.unsqueeze(1)).abs(), candidates=candidates, present=present)
     beyond = ""
     if clipped8[0, 0] > tail16[0]:
-        beyond = "even there FP8 clips more than BF16"
+        beyond = "FP8 clips more than BF16 on the whole grid"
     elif clipped8[0, -1] < tail16[0]:
-        beyond = "even there FP8 clips less than BF16"
+        beyond = "FP8 clips less than BF16 on the whole grid"
     return Search(int(chosen[0]), _interval(chosen, defined=num_tokens > 0), beyond)
 
 
@@ -146,9 +152,9 @@ def search_upper(
     if not defined[0]:
         beyond = "no token with A < 0 survives the lower bound"
     elif target[0, 0] < curve[0, 0]:
-        beyond = "BF16's balance is below FP8's on the whole grid"
+        beyond = "the balance of BF16 is below that of FP8 on the whole grid"
     elif target[0, 0] > curve[0, -1]:
-        beyond = "BF16's balance is above FP8's on the whole grid"
+        beyond = "the balance of BF16 is above that of FP8 on the whole grid"
     return BalanceSearch(
         choice=int(chosen[0]),
         interval=_interval(chosen, defined=defined),
@@ -187,8 +193,7 @@ def sequence_candidates(
 
 
 def _nearest(distance: Tensor, *, candidates: Sequence[int], present: int) -> Tensor:
-    """int64 [1 + R]: the candidate of the smallest distance [1 + R, C] in each row, ties as the module
-    says."""
+    """int64 [1 + R]: in each row of distances [1 + R, C] the nearest candidate, ties as the module says."""
     order = sorted(range(len(candidates)), key=lambda index: (abs(candidates[index] - present), index))
     # argmin returns the first of equal values.
     best = distance[:, order].argmin(dim=1)

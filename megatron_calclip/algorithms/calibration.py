@@ -12,7 +12,8 @@ mercy of outliers, and a bound chosen from noise is worse than the bound one has
 bound says so in the report.
 
 Left out on purpose: where ratios come from, and the all-reduce of the statistics, which the caller does
-between `new_statistics` and `calibrate` so that all ranks decide alike. """
+between `new_statistics` and `calibrate` so that all ranks decide alike.
+"""
 
 import logging
 import math
@@ -91,10 +92,13 @@ class ClipCalibrator:
             reference = grid.edges[grid.reference]
             cost = grid.num_calibrations(bound, reference)
             lines.append(
-                f"{name} bound: {rule}; {len(grid.candidates)} candidates from {first:.6g} to {last:.6g}; from
-                " f"{bound:.6g} to the reference {reference:.6g} it takes {cost} calibrations" ) lines.append(
-                f"no calibration before step {self.settings.start_step}: the first updates are not typical" )
-                return tuple(lines)
+                f"{name} bound: {rule}; {len(grid.candidates)} candidates from {first:.6g} to {last:.6g}; "
+                f"from {bound:.6g} to the reference {reference:.6g} it takes {cost} calibrations"
+            )
+        lines.append(
+            f"no calibration before step {self.settings.start_step}: the first updates are not typical"
+        )
+        return tuple(lines)
 
     def new_statistics(
         self, *, weight_scale: float = 1.0, device: torch.device | str = "cpu"
@@ -111,6 +115,7 @@ class ClipCalibrator:
             self._upper_grid.edges,
             ratio_cap=settings.balance_ratio_cap,
             use_loss_weights=settings.weighting == "loss",
+            with_weights=settings.balance == "surrogate",
             weight_scale=weight_scale,
             num_replicates=settings.num_replicates,
             device=device,
@@ -157,18 +162,24 @@ class ClipCalibrator:
             self._lower_grid, self._upper_grid = self.settings.grids(bounds)
         except ValueError as error:
             raise ValueError(
-                f"the checkpoint's clip bounds [{bounds.lower}, {bounds.upper}] do not fit the present grids
-                ({error}); " "widen calibration.grid_lower or calibration.grid_upper" ) from None self._bounds
-                = bounds self._interval = state["interval"] self._next_step = state["next_step"]
-                self._last_gap = state["last_gap"] size = self.new_statistics().state().shape same_edges =
-                state["edges"] == [list(self._lower_grid.edges), list(self._upper_grid.edges)] usable =
-                [pooled for pooled in state["pool"] if same_edges and pooled.shape == size] if len(usable) <
-                len(state["pool"]): logger.warning( "calibration: the pool of the checkpoint is dropped, its
-                grids or replicates differ" ) self._pool = [pooled.cpu().clone() for pooled in usable]
+                f"the checkpoint's clip bounds [{bounds.lower}, {bounds.upper}] do not fit the present grids "
+                f"({error}); widen calibration.grid_lower or calibration.grid_upper"
+            ) from None
+        self._bounds = bounds
+        self._interval = state["interval"]
+        self._next_step = state["next_step"]
+        self._last_gap = state["last_gap"]
+        size = self.new_statistics().state().shape
+        same_edges = state["edges"] == [list(self._lower_grid.edges), list(self._upper_grid.edges)]
+        usable = [pooled for pooled in state["pool"] if same_edges and pooled.shape == size]
+        if len(usable) < len(state["pool"]):
+            logger.warning(
+                "calibration: the pool of the checkpoint is dropped, its grids or replicates differ"
+            )
+        self._pool = [pooled.cpu().clone() for pooled in usable]
 
     def _pooled(self, statistics: RatioStatistics) -> tuple[RatioStatistics, int]:
-        """The statistics, plus as many of the last calibrations' as a sufficient tail takes; how many in
-        all."""
+        """The statistics, with as many of the last calibrations' as the tail needs; how many in all."""
         pooled = self.new_statistics()
         pooled.load(statistics.state())
         num_pooled = 1
@@ -181,7 +192,7 @@ class ClipCalibrator:
 
     def _remember(self, statistics: RatioStatistics) -> None:
         pool = [*self._pool, statistics.state().cpu().clone()]
-        self._pool = pool[len(pool) - (self.settings.pool - 1) :]
+        self._pool = pool[max(len(pool) - (self.settings.pool - 1), 0) :]
 
     def _num_tail_tokens(self, statistics: RatioStatistics) -> int:
         tail = statistics.below(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE)
@@ -244,11 +255,11 @@ class ClipCalibrator:
             num_tail_tokens=num_tail_tokens,
             num_pooled=num_pooled,
             alpha_interval=percentile_interval((tail.double() / total.double())[1:]),
-            balance_target=rebalance.target,
-            balance_before=float(before[0, 0]),
-            balance_choice=at_choice,
-            balance_after=after,
-            balance_range=(rebalance.curve[0], rebalance.curve[-1]),
+            balance_target=_finite(rebalance.target),
+            balance_before=_finite(float(before[0, 0])),
+            balance_choice=_finite(at_choice),
+            balance_after=_finite(after),
+            balance_range=(rebalance.curve[0], rebalance.curve[-1]) if rebalance.is_defined else None,
             num_unmoved_weights=statistics.num_unmoved_weights,
             num_unmoved_weights_off_one=statistics.num_unmoved_weights_off_one,
         )
@@ -278,10 +289,10 @@ class ClipCalibrator:
         """The rule that forbids to act on the search for H, or an empty string."""
         settings = self.settings
         for side in Side:
-            total = statistics.total(Quantity.WEIGHT, precision=Precision.FP8, side=side)
+            total = statistics.total(Quantity.WEIGHTED_RATIO, precision=Precision.BF16, side=side)
             if int(total[0]) < _MIN_MEAN_WEIGHT * _num_tokens(statistics, side):
                 return "weights are too small for fixed point; raise weight_scale until their mean is near 1"
-        if search.beyond and (settings.hold_unsolvable or not math.isfinite(search.target)):
+        if search.beyond and (settings.hold_unsolvable or not search.is_defined):
             return f"no solution, {search.beyond}"
         if search.relative_range < settings.min_balance_range:
             return f"the balance varies by only {search.relative_range:.2%} over the grid"
@@ -309,6 +320,10 @@ class ClipCalibrator:
         self._next_step = report.step + self._interval
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _num_tokens(statistics: RatioStatistics, side: Side) -> int:
     return int(statistics.total(Quantity.COUNT, precision=Precision.FP8, side=side)[0])
 
@@ -326,8 +341,10 @@ def _unusable(statistics: RatioStatistics) -> str:
         return f"no token has A {'<' if num_negative == 0 else '>'} 0"
     if statistics.num_moved == 0:
         return (
-            "every ratio is exactly 1, so nothing is clipped: the weights did not move between pi_old and
-            pi_theta; " "use at least two mini-batches or epochs per rollout" ) return ""
+            "every ratio is exactly 1, so nothing is clipped: the weights did not move between pi_old and "
+            "pi_theta; use at least two mini-batches or epochs per rollout"
+        )
+    return ""
 
 
 def _clip_gap(statistics: RatioStatistics, reference: int) -> tuple[float, float]:

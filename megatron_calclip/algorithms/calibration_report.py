@@ -106,9 +106,10 @@ class CalibrationReport:
         if self.num_unmoved_weights_off_one:
             share = self.num_unmoved_weights_off_one / self.num_unmoved_weights
             lines.append(
-                f"the FP8 ratio is not 1 on {share:.1%} of the first mini-batch's tokens although no weight
-                has " "moved: pi_old saw other scales; compute it with the micro-batches that training uses" )
-                return tuple(f"calibration at step {self.step}: {line}" for line in lines)
+                f"the FP8 ratio is not 1 on {share:.1%} of the first mini-batch's tokens although no weight "
+                "has moved: pi_old saw other scales; compute it with the micro-batches that training uses"
+            )
+        return tuple(f"calibration at step {self.step}: {line}" for line in lines)
 
     def _lower_line(self) -> str:
         line = _bound_line("lower bound", self.lower, "L*")
@@ -116,8 +117,9 @@ class CalibrationReport:
             return line
         pooled = f" in {self.num_pooled} calibrations" if self.num_pooled > 1 else ""
         return (
-            f"{line}; alpha = {self.alpha:.4%}{_interval(self.alpha_interval, '.4%')} from
-            {self.num_tail_tokens:,} " f"tail tokens of {self.num_negative:,} with A < 0{pooled}" )
+            f"{line}; alpha = {self.alpha:.4%}{_interval(self.alpha_interval, '.4%')} from "
+            f"{self.num_tail_tokens:,} tail tokens of {self.num_negative:,} with A < 0{pooled}"
+        )
 
     def _upper_line(self) -> str:
         line = _bound_line("upper bound", self.upper, "H*")
@@ -176,4 +178,4 @@ def _bound_line(name: str, bound: BoundReport, symbol: str) -> str:
     line += f", {symbol} = {bound.choice:.6g}{_interval(bound.interval, '.6g')}"
     if bound.num_calibrations_left:
         line += f", {bound.num_calibrations_left} more to get there"
-    return f"{line}, at the edge of its grid: {bound.reason}" if bound.status == "edge" else line
+    return f"{line}, at the edge: {bound.reason}" if bound.status == "edge" else line

@@ -28,8 +28,10 @@ REFERENCES: dict[Algorithm, ClipBounds] = {
     "dapo": ClipBounds(0.8, 1.28),
     "gspo": ClipBounds(1 - 3e-4, 1 + 4e-4),
 }
-"""Bounds that are right for BF16 ratios. GRPO and DAPO: arXiv 2609.22870; GSPO: arXiv 2507.18071, section
-5.1."""
+"""Bounds that BF16 trains with. GRPO, DAPO: arXiv 2609.22870; GSPO: arXiv 2507.18071, section 5.1."""
+
+START = ClipBounds(0.6, 1.8)
+"""Bounds before the first calibration of GRPO and DAPO, arXiv 2609.22870."""
 
 _E24 = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 51, 56, 62, 68, 75, 82, 91)
 """Mantissas (times 10) of the E24 series of preferred numbers, IEC 60063: 24 steps of about 10% per decade,
@@ -77,7 +79,7 @@ class CalibrationSettings:
 
     reference: ClipBounds = REFERENCES["grpo"]
     """Bounds that the BF16 ratios are clipped at: the target."""
-    start: ClipBounds = ClipBounds(0.6, 1.8)
+    start: ClipBounds = START
     """Bounds before the first calibration."""
     grid_lower: tuple[float, float, float] = (0.5, 0.9, 0.02)
     """First, last, step of the lower bound's candidates (mode `token`)."""
@@ -246,25 +248,16 @@ def _thousandths(name: str, value: float) -> int:
 def _linear_grid(
     side: str, grid: tuple[float, float, float], delta: float, reference: float, bounds: tuple[float, ...]
 ) -> BoundGrid:
-    """Edges on a lattice of whole thousandths, so fine that smoothing never leaves it: edges stay the same
-    all run."""
+    """Edges on a lattice of thousandths that smoothing never leaves: the same edges all run."""
     first, last, step = (_thousandths(f"grid_{side}", value) for value in grid)
-    _check(
-        f"grid_{side}",
-        grid,
-        0 < first < last and step > 0 and (last - first) % step == 0,
-        "first < last, whole steps",
-    )
+    right_side = last < 1000 if side == "lower" else first > 1000
+    steps = 0 < first < last and step > 0 and (last - first) % step == 0
+    _check(f"grid_{side}", grid, steps and right_side, "first < last in whole steps, on its side of 1")
     move = _thousandths(f"delta_{side}", delta)
     _check(f"delta_{side}", delta, move > 0, "at least 0.001")
     fixed = [_thousandths("start", bound) for bound in bounds]
-    for bound in bounds:
-        _check(
-            "start",
-            bound,
-            first <= _thousandths("start", bound) <= last,
-            f"a {side} bound in {grid[0]}..{grid[1]}",
-        )
+    for bound, whole in zip(bounds, fixed, strict=True):
+        _check("start", bound, first <= whole <= last, f"{grid[0]} to {grid[1]} for the {side} bound")
     target = _thousandths("reference", reference)
     spacing = math.gcd(step, move, *(bound - first for bound in fixed), abs(target - first))
     edges = sorted({*range(first, last + 1, spacing), target})
@@ -277,8 +270,7 @@ def _linear_grid(
 
 
 def _log_grid(sign: int, bounds: tuple[float, ...], *, max_move: int) -> BoundGrid:
-    """Edges exp(sign * m), m running through the E24 series; the given bounds (reference first) replace
-    neighbours."""
+    """Edges exp(sign * m), m in the E24 series; given bounds, the reference first, replace neighbours."""
     given = {math.log(bound) * sign: bound for bound in bounds}
     magnitudes = [mantissa * 10.0 ** (decade - 1) for decade in _SEQUENCE_DECADES for mantissa in _E24]
     # An edge within a fifth of a step of a given bound would differ from it by little more than rounding.

@@ -37,7 +37,7 @@ MAX_SUM = 2**53
 
 _SPLIT_BITS = 26
 """Histograms are multiplied by bootstrap weights in two parts, both exact in float64: the low 26 bits stay
-under 2^26 * 2^8 sequences * 13, the high ones, all sequences together, under 2^(62 - 26) * 13."""
+under 2^26 * 2^8 sequences * 8, the high ones, all sequences together, under 2^(62 - 26) * 8."""
 
 
 class Side(IntEnum):
@@ -68,6 +68,7 @@ class RatioStatistics:
         upper_edges: E_H ascending ratios for A > 0.
         ratio_cap: ratios are capped here in `Quantity.WEIGHTED_RATIO`, in both precisions; None for no cap.
         use_loss_weights: False gives each token a loss weight of 1.
+        with_weights: False leaves `Quantity.WEIGHT` out, which nothing but the surrogate balance asks for.
         weight_scale: a factor that brings the mean of the loss weights near 1, where fixed point is precise;
             the same on all ranks and in all updates. For weights that sum to 1 over a mini-batch it is the
             number of the mini-batch's response tokens. It cancels in a balance of two sums.
@@ -85,6 +86,7 @@ class RatioStatistics:
         *,
         ratio_cap: float | None = None,
         use_loss_weights: bool = True,
+        with_weights: bool = True,
         weight_scale: float = 1.0,
         num_replicates: int = 100,
         device: torch.device | str = "cpu",
@@ -97,10 +99,12 @@ class RatioStatistics:
             upper_edges,
             ratio_cap=ratio_cap,
             use_loss_weights=use_loss_weights,
+            with_weights=with_weights,
             weight_scale=weight_scale,
             device=device,
         )
-        shape = (1 + num_replicates, len(Quantity), len(Precision), self._histograms.num_bins)
+        num_quantities, num_bins = self._histograms.num_quantities, self._histograms.num_bins
+        shape = (1 + num_replicates, num_quantities, len(Precision), num_bins)
         self._buffer = torch.zeros(len(_Counter) + math.prod(shape), dtype=torch.int64, device=device)
         self._counters = self._buffer[: len(_Counter)]
         self._sums = self._buffer[len(_Counter) :].view(shape)
@@ -168,7 +172,7 @@ class RatioStatistics:
                 report.
 
         Raises:
-            ValueError: when the tensors are not 1-D of one length.
+            ValueError: when the tensors are not 1-D of one length, or the mask is not bool.
         """
         tokens = TokenRatios(
             ratio8, ratio16, advantages, importance_weights, loss_weights, response_mask, sequence_ids
@@ -176,6 +180,8 @@ class RatioStatistics:
         if any(tensor.shape != ratio8.shape or tensor.dim() != 1 for tensor in tokens):
             shapes = {name: tuple(tensor.shape) for name, tensor in tokens._asdict().items()}
             raise ValueError(f"expected 1-D tensors of one length, got {shapes}; flatten them to [T]")
+        if response_mask.dtype != torch.bool:
+            raise ValueError(f"response_mask is {response_mask.dtype}; pass a bool mask")
         for start in range(0, ratio8.numel(), CHUNK_TOKENS):
             self._add_chunk(tokens.cut(start, start + CHUNK_TOKENS), weights_unmoved)
 
@@ -192,7 +198,7 @@ class RatioStatistics:
         self._counters[_Counter.NONFINITE] += counts.nonfinite
         self._counters[_Counter.MOVED] += counts.off_one
         if weights_unmoved:
-            self._counters[_Counter.UNMOVED_WEIGHTS] += counts.counted
+            self._counters[_Counter.UNMOVED_WEIGHTS] += counts.weighted
             self._counters[_Counter.UNMOVED_WEIGHTS_OFF_ONE] += counts.off_one
 
     def _flush(self) -> None:
@@ -227,6 +233,7 @@ class RatioStatistics:
         return self._bins(quantity, precision, side).sum(dim=1)
 
     def _bins(self, quantity: Quantity, precision: Precision, side: Side) -> Tensor:
+        assert quantity < self._sums.shape[1], f"{quantity!r} was left out of these statistics"
         self._flush()
         num_lower_bins = len(self.lower_edges) + 1
         bins = slice(num_lower_bins) if side is Side.NEGATIVE else slice(num_lower_bins, None)
@@ -244,12 +251,12 @@ class RatioStatistics:
 
     @property
     def num_moved(self) -> int:
-        """Tokens with A != 0 whose FP8 ratio is not exactly 1."""
+        """Tokens with a weight w * |A| * loss weight above 0 whose FP8 ratio is not exactly 1."""
         return self._counter(_Counter.MOVED)
 
     @property
     def num_unmoved_weights(self) -> int:
-        """Tokens with A != 0 of the updates with `weights_unmoved`."""
+        """Tokens with a weight above 0 of the updates with `weights_unmoved`."""
         return self._counter(_Counter.UNMOVED_WEIGHTS)
 
     @property

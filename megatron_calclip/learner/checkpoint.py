@@ -228,6 +228,7 @@ def load(folder: Path, learner: Learner) -> dict[str, Any]:
         chunk.module.load_state_dict(loaded[f"model{index}"])
     with _adam_steps_kept(learner.optimizer):
         learner.optimizer.load_state_dict(loaded["optimizer"])
+    learner.refresh_fp8_params()
     state = read_state(folder)
     learner.scheduler.load_state_dict(state["scheduler"])
     return state

@@ -25,8 +25,13 @@ from megatron_calclip.config import Config
 from megatron_calclip.learner import cpu, model
 from megatron_calclip.learner.attention import PackedTokens
 from megatron_calclip.learner.logprobs import linear_token_log_probs, token_log_probs
+from megatron_calclip.learner.masters import MasterWeights
 from megatron_calclip.learner.packing import PackedLayout, StepPlan, pack, plan_step
+from megatron_calclip.learner.parallel_linear import DelayedHistories, fp8_linears, max_over, quantize_parameters
 from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.precision.linear import Fp8Gemms
+from megatron_calclip.precision.recipes import resolve
+from megatron_calclip.precision.shadow import lives_in_fp8, shadow_pass
 from megatron_calclip.weights.load import HFSource, load_hf
 from megatron_calclip.weights.mapping import ModelShape
 from megatron_calclip.weights.stream import stream_hf
@@ -47,6 +52,8 @@ class MicroBatch:
     """int64 [n]: that successor."""
     index: Tensor
     """int64 [n]: its index in the flat layout, on the CPU."""
+    first_tokens: Tensor
+    """int64: local tokens that begin a sequence."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,20 @@ class Learner:
             warmup_steps=warmup_steps,
             num_steps=num_steps,
         )
-        self._thd = model.uses_transformer_engine()
+        self.masters = MasterWeights(self.optimizer)
+        bare = [_unwrap(chunk) for chunk in self.chunks]
+        self._fp8_linears = fp8_linears(bare)
+        delayed = self.megatron.fp8_active and config.precision.recipe == "tensorwise_delayed"
+        self._histories = [DelayedHistories(chunk) for chunk in bare] if delayed else []
+        self._output_gemms = None
+        if config.precision.output_layer:
+            recipe = resolve(config.precision)
+            assert recipe is not None
+            self._output_gemms = Fp8Gemms(
+                recipe, backend="emulated", output_sharded=True, reduce_amax=max_over(self.groups.tp)
+            )
+        self.refresh_fp8_params()
+        self._thd = model.uses_transformer_engine(config.precision)
 
     @property
     def lr(self) -> float:
@@ -191,6 +211,7 @@ class Learner:
             rows=rows.to(device),
             targets=trajectories.tokens[index].to(device),
             index=index,
+            first_tokens=((layout.positions == 0) & (source >= 0)).nonzero()[:, 0].to(device),
         )
 
     def _score(self, chunk: Any, hidden: Tensor, micro: MicroBatch, *, entropy_grad: bool) -> ScoredTokens:
@@ -212,7 +233,10 @@ class Learner:
         if self.config.train.fused_head:
             log_probs, entropy = linear_token_log_probs(rows, weight, micro.targets, **common)
         else:
-            logits = rows @ weight.t()
+            if self._output_gemms is not None and self.megatron.fp8_active:
+                logits = self._output_gemms(rows, weight)
+            else:
+                logits = rows @ weight.t()
             log_probs, entropy = token_log_probs(logits, micro.targets, inplace_backward=True, **common)
         assert entropy is not None
         return ScoredTokens(index=micro.index, log_probs=log_probs, entropy=entropy)
@@ -229,7 +253,10 @@ class Learner:
 
         def forward_step(data: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[Tensor, Any]:
             micro = next(data)
+            self.megatron.first_tokens = micro.first_tokens
             output = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
+            if self._histories and self.megatron.fp8_active:
+                self._histories[self.chunks.index(chunk)].after_forward()
 
             def loss_function(hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
                 loss, extra = finish(self._score(chunk, hidden, micro, entropy_grad=entropy_grad))
@@ -251,8 +278,13 @@ class Learner:
         )
         return results or []
 
-    def log_probs(self, batch: PreparedBatch) -> LogProbs:
-        """Forward-only log-probabilities and entropies of all response tokens, in the training precision."""
+    def log_probs(self, batch: PreparedBatch, *, minibatch: int | None = None) -> LogProbs:
+        """Forward-only log-probabilities and entropies of response tokens, in the training precision.
+
+        Args:
+            batch: the prepared batch.
+            minibatch: one of its mini-batches; None is all of them.
+        """
         log_probs, entropy = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
 
         def collect(scored: ScoredTokens) -> tuple[Tensor, None]:
@@ -261,7 +293,7 @@ class Learner:
             return scored.log_probs.sum(), None
 
         with torch.no_grad():
-            for micros in batch.minibatches:
+            for micros in batch.minibatches if minibatch is None else [batch.minibatches[minibatch]]:
                 self._run(micros, collect, forward_only=True)
         return LogProbs(log_probs, entropy)
 
@@ -299,7 +331,30 @@ class Learner:
         if not torch.isfinite(torch.tensor(grad_norm)):
             return False, grad_norm
         applied, _, _ = self.optimizer.step()
+        self.refresh_fp8_params()
         return bool(applied), grad_norm
+
+    def refresh_fp8_params(self) -> None:
+        """With `precision.fp8_param`, derive the FP8 weights from the FP32 masters: after a step or a load; collective."""
+        if self.config.precision.fp8_param and self.megatron.fp8_active:
+            quantize_parameters(self._fp8_linears, self.masters.full)
+
+    def warm_up(self, batch: PreparedBatch) -> None:
+        """With delayed scaling, one forward pass that fills the histories of a fresh start, so that no scale is 1."""
+        if self._histories:
+            self._run(batch.minibatches[0], lambda scored: (scored.log_probs.sum(), None), forward_only=True)
+
+    def shadow_log_probs(self, batch: PreparedBatch, *, minibatch: int | None = None) -> LogProbs:
+        """Log-probabilities and entropies in BF16 on the master weights; see `precision.shadow`.
+
+        Args:
+            batch: the prepared batch.
+            minibatch: one of its mini-batches; None is all of them.
+        """
+        bare = [_unwrap(chunk) for chunk in self.chunks]
+        streamed = self.config.precision.shadow_streamed
+        with shadow_pass(bare, master=self.masters.full, streamed=streamed):
+            return self.log_probs(batch, minibatch=minibatch)
 
     def gather_tokens(self, values: Tensor) -> Tensor:
         """Complete a per-token result [T] over all ranks (one all-reduce)."""
@@ -311,7 +366,14 @@ class Learner:
         for chunk in self.chunks:
             if self.config.parallel.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        yield from stream_hf([_unwrap(chunk) for chunk in self.chunks], self.shape, self.groups, dtype=dtype)
+        bare = [_unwrap(chunk) for chunk in self.chunks]
+        yield from stream_hf(bare, self.shape, self.groups, dtype=dtype, source=self._exported)
+
+    def _exported(self, _name: str, parameter: torch.nn.Parameter) -> Tensor:
+        """What leaves the learner for a parameter: where the live value is FP8, its master, rounded to BF16."""
+        if lives_in_fp8(parameter):
+            return self.masters.full(parameter).to(torch.bfloat16)
+        return parameter.detach()
 
 
 def _unwrap(module: Any) -> Any:

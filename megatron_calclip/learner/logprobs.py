@@ -1,33 +1,34 @@
 """Token log-probabilities and entropy that never copy the [tokens, vocabulary] matrix in FP32.
 
-At a vocabulary of 152k the plain `log_softmax(logits.float())` is the largest allocation of a learner: several
-FP32 copies of the logits, each read and written from main memory. Here the logits are reduced tile by tile with
-an online logsumexp (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): two FP32 work
-buffers of one tile, allocated once per call and small enough for the cache, replace those copies. The backward
-pass rebuilds each tile of the softmax from the logits and the saved row maximum and log-sum.
+At a vocabulary of 152k the plain `log_softmax(logits.float())` is the largest allocation of a learner:
+several FP32 copies of the logits, each written to and read from main memory. Here each tile of
+the logits is reduced on its own and the tiles are merged by their maxima (the rule of the online softmax,
+Milakov and Gimelshein 2018): two FP32 work buffers of one tile, allocated once per call and small enough for
+the cache, replace those copies. The backward pass rebuilds each tile of the softmax from the logits and the
+saved row maximum and log-sum.
 
 * `token_log_probs` takes logits that exist already.
-* `linear_token_log_probs` takes the hidden states and the output weight, and multiplies tile by tile (the idea of
-  Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024): the logits never exist.
+* `linear_token_log_probs` takes the hidden states and the output weight and multiplies tile by tile (the idea
+  of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024): the logits never exist.
 
 Rules shared by both forms:
 
 * Every reduction is FP32, whatever the type of the logits: a log-prob reduced in BF16 is wrong by several
   hundredths, which is coarser than the clip bounds of a policy-gradient loss.
-* With tensor parallelism each rank holds an equal, consecutive shard of the vocabulary. Ranks exchange one MAX
-  and one SUM all-reduce of a few floats per token in the forward pass, and nothing in the backward pass.
-* The row maximum is subtracted before the temperature divides, so large logits lose no digits.
+* With tensor parallelism each rank holds an equal, consecutive shard of the vocabulary. The ranks exchange
+  one MAX and one SUM all-reduce, four floats per token in all, in the forward pass only.
+* The row maximum is subtracted before the temperature divides, so that large logits lose no digits.
 
 Left out on purpose: label smoothing and z-loss (no policy-gradient loss uses them), dropping of masked tokens
-(select the rows before the call), a bias of the output linear (Megatron models have none), and device kernels.
-A CUDA device runs the same code with larger tiles; a fused library kernel for it (Triton, Liger) belongs in
-`_forward` and in the two `backward` methods, behind the same two functions.
+(select the rows before the call), a bias of the output linear (Megatron models have none), and device
+kernels. A CUDA device runs the same code with larger tiles; a fused library kernel for it (Triton, Liger)
+belongs in `_TokenLogProbs` and `_LinearTokenLogProbs`, behind the same two functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +39,18 @@ from torch.autograd.function import once_differentiable
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Tiles of existing logits on a CPU: 2^18 FP32 values are 1 MiB, so both work buffers fit in a 2 MiB L2 cache.
-CPU_TILE_ELEMENTS = 2**18
-CPU_TILE_COLUMNS = 8192
-# Tiles of the fused linear on a CPU: large enough that the matrix products run at full speed.
-CPU_LINEAR_TILE_ROWS = 1024
-CPU_LINEAR_TILE_COLUMNS = 512
-# A CUDA device wants few, large kernels: 2^25 FP32 values are 128 MiB for each work buffer.
-CUDA_TILE_ELEMENTS = 2**25
-CUDA_TILE_COLUMNS = 8192
+# Elements of an FP32 work buffer. On a CPU 2^17 are 512 KiB: the logits of a chunk and both buffers fit then
+# in an L2 cache of 2 MiB. A CUDA device wants few, large kernels instead.
+CPU_CHUNK_ELEMENTS = 2**17
+CUDA_CHUNK_ELEMENTS = 2**25
+# Columns of a tile of existing logits: enough for long rows in memory, few enough for many rows in a chunk.
+TILE_COLUMNS = 8192
+# Tile of the fused linear, large enough that its matrix products run at full speed.
+CPU_LINEAR_TILE = (1024, 2048)
+CUDA_LINEAR_TILE = (4096, 8192)
 
-# Maximum of a row of which nothing has been read. Finite, so that its difference to a real maximum times an
-# empty sum is 0 and not NaN.
+# Maximum of a shard without columns. Finite, so that its difference to a real maximum times an empty sum is 0
+# and not NaN.
 NOTHING_READ = -1e30
 
 
@@ -67,21 +68,21 @@ def token_log_probs(
     """Log-probability of each target and, on request, the entropy of each row, from logits.
 
     Under tensor parallelism all ranks of `group` call it together, with equal `targets` and, in the backward
-    pass, equal upstream gradients; all receive equal results, and each receives the gradient of its own shard.
+    pass, equal upstream gradients. All receive equal results, and each the gradient of its own shard.
 
     Args:
-        logits: [tokens, local vocabulary], FP32, BF16 or FP16, any strides. Values must be finite where entropy
-            is asked for.
+        logits: [tokens, local vocabulary], FP32, BF16 or FP16, any strides. The entropy is NaN in a row that
+            holds an infinite logit.
         targets: [tokens], int64, global token ids. Masked tokens need a valid id too; mask the result.
         temperature: The softmax is over `logits / temperature`.
-        vocab_size: True size of the global vocabulary; columns beyond it are padding: they take no part in the
-            softmax and their gradient is zero. None means that no column is padding.
+        vocab_size: True size of the global vocabulary; columns beyond it are padding: they take no part in
+            the softmax and their gradient is zero. None means that no column is padding.
         group: Tensor-parallel group over which the vocabulary is sharded; None means that it is not.
         with_entropy: Return the entropy too, in nats, of the distribution at `temperature`.
-        entropy_grad: Let gradients flow through the entropy, for an entropy bonus; otherwise it is detached.
+        entropy_grad: Let gradients flow through the entropy, for an entropy bonus; else it is detached.
         inplace_backward: Write the gradient over the logits, which saves a matrix of their size. Only for a
-            caller that owns the logits and reads them no more, as in Megatron's vocab-parallel cross entropy;
-            a second backward pass then raises autograd's in-place error.
+            caller that owns the logits and reads them no more (the rule of Megatron's vocab-parallel cross
+            entropy); a second backward pass then raises autograd's in-place error.
 
     Returns:
         Log-probabilities, [tokens] FP32, and entropy, [tokens] FP32, or None.
@@ -93,20 +94,17 @@ def token_log_probs(
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}; flatten them to [tokens, vocabulary]")
     if inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward would overwrite a leaf tensor; pass logits computed by a model")
-    num_columns = min(logits.shape[1], CPU_TILE_COLUMNS if logits.device.type == "cpu" else CUDA_TILE_COLUMNS)
-    elements = CPU_TILE_ELEMENTS if logits.device.type == "cpu" else CUDA_TILE_ELEMENTS
+        raise ValueError("inplace_backward would overwrite a leaf tensor; pass logits that a model computed")
     spec = _make_spec(
         logits,
         targets,
-        logits.shape[1],
+        stored_columns=logits.shape[1],
+        tile=(max(len(logits), 1), TILE_COLUMNS),  # tiles of existing logits have all rows
         temperature=temperature,
         vocab_size=vocab_size,
         group=group,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
-        tile_rows=elements // max(num_columns, 1),
-        tile_columns=max(num_columns, 1),
     )
     return _TokenLogProbs.apply(logits, targets, spec, inplace_backward)
 
@@ -129,22 +127,22 @@ def linear_token_log_probs(
     The products have the dtype of `hidden`, so the results are those of `token_log_probs` behind an output
     linear of that dtype. The backward pass computes each tile of logits again (one more matrix product).
 
-    The gradient of `weight` is summed over tokens in FP32 and rounded once to the dtype of `weight`, so a hook
-    that adds it to an FP32 main gradient adds one rounding per call and not one per tile.
+    The gradient of `weight` is summed over tokens in FP32 and rounded once to the dtype of `weight`: a hook
+    that adds it to an FP32 main gradient sees one rounding per call, not one per tile.
 
-    Under tensor parallelism the gradient of `hidden` is PARTIAL: it is the contribution of the vocabulary shard
-    of this rank, and the sum over `group` is left to the caller. Pass hidden states through Megatron's
-    `copy_to_tensor_model_parallel_region` (or the sequence-parallel gather), whose backward pass sums.
+    Under tensor parallelism the gradient of `hidden` is PARTIAL: it is the contribution of the vocabulary
+    shard of this rank, and the sum over `group` is left to the caller. Pass hidden states through Megatron's
+    `copy_to_tensor_model_parallel_region` (or its sequence-parallel gather), whose backward pass sums.
 
     Args:
         hidden: [tokens, hidden size], FP32, BF16 or FP16.
         weight: [local vocabulary, hidden size], same dtype.
         targets: [tokens], int64, global token ids. Masked tokens need a valid id too; mask the result.
-        temperature: See `token_log_probs`.
-        vocab_size: See `token_log_probs`; rows of `weight` beyond it are padding.
-        group: See `token_log_probs`.
-        with_entropy: See `token_log_probs`.
-        entropy_grad: See `token_log_probs`.
+        temperature: As in `token_log_probs`.
+        vocab_size: As in `token_log_probs`; rows of `weight` beyond it are padding.
+        group: As in `token_log_probs`.
+        with_entropy: As in `token_log_probs`.
+        entropy_grad: As in `token_log_probs`.
         tile_rows: Tokens of one tile; None chooses by device.
         tile_columns: Vocabulary entries of one tile; None chooses by device.
 
@@ -152,7 +150,7 @@ def linear_token_log_probs(
         Log-probabilities, [tokens] FP32, and entropy, [tokens] FP32, or None.
 
     Raises:
-        ValueError: As for `token_log_probs`, or if `hidden` and `weight` do not fit together.
+        ValueError: As in `token_log_probs`, or if `hidden` and `weight` do not fit together.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -161,20 +159,20 @@ def linear_token_log_probs(
         )
     if hidden.dtype != weight.dtype or hidden.device != weight.device:
         raise ValueError("hidden and weight differ in dtype or device; convert one of them")
-    on_cpu = hidden.device.type == "cpu"
-    columns = tile_columns or (CPU_LINEAR_TILE_COLUMNS if on_cpu else CUDA_TILE_COLUMNS)
-    rows = tile_rows or (CPU_LINEAR_TILE_ROWS if on_cpu else max(1, CUDA_TILE_ELEMENTS // columns))
+    default_tile = CPU_LINEAR_TILE if hidden.device.type == "cpu" else CUDA_LINEAR_TILE
     spec = _make_spec(
         hidden,
         targets,
-        weight.shape[0],
+        stored_columns=weight.shape[0],
+        tile=(
+            default_tile[0] if tile_rows is None else tile_rows,
+            default_tile[1] if tile_columns is None else tile_columns,
+        ),
         temperature=temperature,
         vocab_size=vocab_size,
         group=group,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
-        tile_rows=rows,
-        tile_columns=columns,
     )
     return _LinearTokenLogProbs.apply(hidden, weight, targets, spec)
 
@@ -191,154 +189,140 @@ class _Spec:
     entropy_grad: bool
     tile_rows: int
     tile_columns: int
+    chunk_rows: int  # rows of a tile that are in the work buffers together
 
     def row_tiles(self, num_rows: int) -> Iterator[slice]:
-        return (slice(i, min(i + self.tile_rows, num_rows)) for i in range(0, num_rows, self.tile_rows))
+        return _slices(num_rows, self.tile_rows)
 
-    def column_tiles(self) -> Iterator[slice]:
-        step = self.tile_columns
-        return (slice(i, min(i + step, self.num_columns)) for i in range(0, self.num_columns, step))
+    def column_tiles(self) -> list[slice]:
+        return list(_slices(self.num_columns, self.tile_columns))
+
+    def work_buffers(self, device: torch.device) -> Tensor:
+        """Memory for two FP32 chunks, allocated once per call; see `_view`."""
+        return torch.empty(2, self.chunk_rows * self.tile_columns, dtype=torch.float32, device=device)
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _view(memory: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """The front of flat memory, [..., elements], as [..., rows, columns]."""
+    return memory[..., : num_rows * num_columns].view(*memory.shape[:-1], num_rows, num_columns)
 
 
 def _make_spec(
     inputs: Tensor,
     targets: Tensor,
-    stored_columns: int,
     *,
+    stored_columns: int,
+    tile: tuple[int, int],
     temperature: float,
     vocab_size: int | None,
     group: dist.ProcessGroup | None,
     with_entropy: bool,
     entropy_grad: bool,
-    tile_rows: int,
-    tile_columns: int,
 ) -> _Spec:
     """Check what both forms have in common and locate the vocabulary shard of this rank."""
     if inputs.dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype {inputs.dtype} is not supported; use FP32, BF16 or FP16")
     if targets.shape != inputs.shape[:1] or targets.dtype != torch.int64 or targets.device != inputs.device:
-        raise ValueError(f"targets must be int64 of shape ({inputs.shape[0]},) on {inputs.device}")
+        raise ValueError(f"targets do not fit; pass int64 of shape ({inputs.shape[0]},) on {inputs.device}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}; it must be positive and finite")
     if entropy_grad and not with_entropy:
-        raise ValueError("entropy_grad needs with_entropy=True")
-    if tile_rows < 1 or tile_columns < 1:
-        raise ValueError(f"a tile of {tile_rows} x {tile_columns} is empty; use positive sizes")
+        raise ValueError("entropy_grad without an entropy; set with_entropy=True")
+    if min(tile) < 1:
+        raise ValueError(f"a tile of {tile[0]} x {tile[1]} is empty; use positive sizes")
     world_size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    vocab_size = stored_columns * world_size if vocab_size is None else vocab_size
-    if not 1 <= vocab_size <= stored_columns * world_size:
-        raise ValueError(f"vocab_size is {vocab_size}; the logits have {stored_columns * world_size} columns")
-    if targets.numel() and bool(((targets < 0) | (targets >= vocab_size)).any()):
+    num_stored = stored_columns * world_size
+    vocab_size = num_stored if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= num_stored:
+        raise ValueError(f"vocab_size is {vocab_size}; it must lie in 1..{num_stored}, the stored columns")
+    if bool(((targets < 0) | (targets >= vocab_size)).any()):
         raise ValueError(f"targets hold ids outside 0..{vocab_size - 1}; give masked tokens a valid id too")
+    first_id = rank * stored_columns
+    num_columns = min(max(vocab_size - first_id, 0), stored_columns)
+    tile_rows, tile_columns = min(tile[0], max(len(inputs), 1)), min(tile[1], max(num_columns, 1))
+    chunk_elements = CPU_CHUNK_ELEMENTS if inputs.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
     return _Spec(
         inverse_temperature=1.0 / temperature,
-        first_id=rank * stored_columns,
-        num_columns=min(max(vocab_size - rank * stored_columns, 0), stored_columns),
+        first_id=first_id,
+        num_columns=num_columns,
         group=group if world_size > 1 else None,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
         tile_rows=tile_rows,
         tile_columns=tile_columns,
+        chunk_rows=max(1, min(tile_rows, chunk_elements // tile_columns)),
     )
 
 
-class _Scratch:
-    """Memory for one tile, allocated once per call and viewed in the shape of each tile."""
-
-    def __init__(self, spec: _Spec, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        tile_elements = min(spec.tile_rows, num_rows) * min(spec.tile_columns, spec.num_columns)
-        self._memory = torch.empty(tile_elements, dtype=dtype, device=device)
-
-    def view(self, rows: slice, columns: slice) -> Tensor:
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        return self._memory[: shape[0] * shape[1]].view(shape)
-
-
-@dataclass
-class _RowStatistics:
-    """Running reduction of each row over the columns read so far; with x = (logit - maximum) / temperature."""
-
-    spec: _Spec
-    maximum: Tensor  # [rows] largest logit
-    sums: Tensor  # [2, rows] sum of exp(x); sum of exp(x) * x, which stays 0 where no entropy is asked for
-
-    @classmethod
-    def create(cls, num_rows: int, spec: _Spec, device: torch.device) -> _RowStatistics:
-        maximum = torch.full((num_rows,), NOTHING_READ, device=device)
-        return cls(spec, maximum, torch.zeros(2, num_rows, device=device))
-
-    def rows(self, rows: slice) -> _RowStatistics:
-        """The statistics of some rows, sharing memory."""
-        return _RowStatistics(self.spec, self.maximum[rows], self.sums[:, rows])
-
-    def raise_maximum(self, maximum: Tensor) -> None:
-        """Express the sums relative to a maximum that is at least the present one."""
-        shift = (self.maximum - maximum).mul_(self.spec.inverse_temperature)
-        self.sums[1].addcmul_(shift, self.sums[0])
-        self.sums.mul_(shift.exp_())
-        self.maximum.copy_(maximum)
-
-    def add_tile(self, logits: Tensor, shifted: Tensor, weights: Tensor) -> None:
-        """Read one tile, [rows, any number of columns]; `shifted` and `weights` are work buffers."""
-        # Converting first is faster than reducing BF16: the later passes find FP32 values in the cache.
-        values = logits if logits.dtype == torch.float32 else shifted.copy_(logits)
-        self.raise_maximum(torch.maximum(self.maximum, values.amax(-1)))
-        _shift(values, self.maximum, self.spec, out=shifted)
-        if not self.spec.with_entropy:
-            self.sums[0].add_(shifted.exp_().sum(-1))
-            return
-        torch.exp(shifted, out=weights)
-        self.sums[0].add_(weights.sum(-1))
-        # Not a dot product: `sum` adds in a tree, while a BLAS dot of 152k FP32 terms is off by up to 1e-3.
-        self.sums[1].add_(weights.mul_(shifted).sum(-1))
-
-    def finish(self, target_logits: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Merge the shards of the group; `owned` marks the rows whose target this rank holds.
-
-        Returns:
-            Log-probabilities, entropy (meaningless unless asked for), maximum and log of the sum, all [rows].
-        """
-        group = self.spec.group
-        if group is not None:
-            maximum = self.maximum.clone()
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-            self.raise_maximum(maximum)
-        target = torch.where(owned, (target_logits - self.maximum) * self.spec.inverse_temperature, 0.0)
-        totals = torch.cat([self.sums, target.unsqueeze(0)])
-        if group is not None:
-            dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
-        sum_exp, weighted, target = totals
-        log_sum = sum_exp.log()
-        return target - log_sum, log_sum - weighted / sum_exp, self.maximum, log_sum
-
-
 def _locate(local_targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each target, [rows, 1] and clamped into the columns, and whether it is one of them, [rows]."""
+    """Column of each target, clamped into the columns, [rows, 1], and whether it is one of them, [rows]."""
     inside = (local_targets >= 0) & (local_targets < num_columns)
     return local_targets.clamp(0, num_columns - 1).unsqueeze(1), inside
 
 
 def _shift(logits: Tensor, maximum: Tensor, spec: _Spec, *, out: Tensor) -> None:
-    """out = (logits - maximum) / temperature, FP32; `out` may be `logits`."""
-    torch.sub(logits, maximum.unsqueeze(1), out=out)
+    """out = (logits - maximum) / temperature, all FP32; maximum is [rows, 1] and `out` may be `logits`."""
+    torch.sub(logits, maximum, out=out)
     if spec.inverse_temperature != 1.0:
         out.mul_(spec.inverse_temperature)
 
 
-def _reduce(
-    read_tile: Callable[[slice, slice, Tensor], Tensor], num_rows: int, spec: _Spec, device: torch.device
-) -> _RowStatistics:
-    """Reduce all tiles of the local shard; `read_tile` may place an FP32 tile in the buffer it is given."""
-    statistics = _RowStatistics.create(num_rows, spec, device)
-    shifted = _Scratch(spec, num_rows, torch.float32, device)
-    weights = _Scratch(spec, num_rows, torch.float32, device) if spec.with_entropy else shifted
-    # Columns outside: a weight of [vocabulary, hidden size] is then read from memory once.
-    for columns in spec.column_tiles():
-        for rows in spec.row_tiles(num_rows):
-            buffer = shifted.view(rows, columns)
-            tile = read_tile(rows, columns, buffer)
-            statistics.rows(rows).add_tile(tile, buffer, weights.view(rows, columns))
-    return statistics
+class _TileReduction:
+    """Reduces each tile of the local shard by itself, then merges them; no tile waits for the one before."""
+
+    def __init__(self, spec: _Spec, num_rows: int, device: torch.device) -> None:
+        self.spec = spec
+        self._buffers = spec.work_buffers(device)
+        # With x = (logit - maximum) / temperature in a tile: the maximum, the sum of exp(x), and the sum of
+        # exp(x) x, which stays 0 where no entropy is asked for. Types are explicit, as model code may have
+        # set a default type of BF16. A shard of padding only has a tile too: it takes part in the exchange.
+        num_tiles = max(len(spec.column_tiles()), 1)
+        self._partials = torch.zeros(num_tiles, 3, num_rows, dtype=torch.float32, device=device)
+        self._partials[:, 0] = NOTHING_READ
+
+    def add(self, logits: Tensor, rows: slice, tile: int) -> None:
+        """Reduce `logits`, the given rows of the given column tile."""
+        step = self.spec.chunk_rows
+        buffers = _view(self._buffers, min(step, len(logits)), logits.shape[1])
+        partials = self._partials[tile, :, rows].split(step, dim=1)
+        for values, (maximum, sum_exp, weighted) in zip(logits.split(step), partials, strict=True):
+            shifted, weights = buffers[:, : len(values)]
+            if values.dtype != torch.float32:
+                # Faster than reducing BF16: all later passes find FP32 values in the cache.
+                values = shifted.copy_(values)
+            torch.amax(values, -1, out=maximum)
+            _shift(values, maximum.unsqueeze(1), self.spec, out=shifted)
+            torch.exp(shifted, out=weights)
+            torch.sum(weights, -1, out=sum_exp)
+            if self.spec.with_entropy:
+                # Not a dot product: `sum` adds in a tree, a BLAS dot of 152k FP32 terms is off by up to 1e-3.
+                torch.sum(weights.mul_(shifted), -1, out=weighted)
+
+    def merge(self, target_logits: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Merge the tiles of all ranks; `owned` marks the rows whose target this rank holds.
+
+        Returns:
+            Log-probabilities, entropy (void unless asked for), maximum and log of the sum, all [tokens].
+        """
+        maxima, sums_exp, sums_weighted = self._partials.unbind(1)
+        maximum = maxima.amax(0)
+        if self.spec.group is not None:
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.spec.group)
+        shift = (maxima - maximum) * self.spec.inverse_temperature
+        scale = shift.exp()
+        sum_exp = (scale * sums_exp).sum(0)
+        weighted = (scale * (sums_weighted + shift * sums_exp)).sum(0)
+        target = torch.where(owned, (target_logits - maximum) * self.spec.inverse_temperature, 0.0)
+        totals = torch.stack([sum_exp, weighted, target])
+        if self.spec.group is not None:
+            dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=self.spec.group)
+        sum_exp, weighted, target = totals
+        log_sum = sum_exp.log()
+        return target - log_sum, log_sum - weighted / sum_exp, maximum, log_sum
 
 
 class _TileGradient:
@@ -351,33 +335,33 @@ class _TileGradient:
 
     def __init__(self, ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> None:
         self.spec: _Spec = ctx.spec
-        targets, self.maximum, log_sum, entropy = ctx.saved_tensors[-4:]
-        num_rows, device = targets.shape[0], targets.device
-        self.local_targets = targets - self.spec.first_id
-        g = torch.zeros(num_rows, device=device) if grad_log_probs is None else grad_log_probs
-        self.target_grad = g * self.spec.inverse_temperature
+        targets, maximum, log_sum, entropy = ctx.saved_tensors[-4:]
+        self._local_targets = targets - self.spec.first_id
+        self._buffers = self.spec.work_buffers(targets.device)
+        g = torch.zeros_like(maximum) if grad_log_probs is None else grad_log_probs
+        h = torch.zeros_like(maximum) if grad_entropy is None else grad_entropy
+        self._has_slope = grad_entropy is not None
         scale = (-self.spec.inverse_temperature) * (-log_sum).exp()
-        self.constant, self.slope = scale * g, None
-        if grad_entropy is not None:
-            self.constant = scale * (g + grad_entropy * (entropy - log_sum))
-            self.slope = scale * grad_entropy
-        self._shifted = _Scratch(self.spec, num_rows, torch.float32, device)
-        self._weights = _Scratch(self.spec, num_rows, torch.float32, device)
+        constant = scale * (g + h * (entropy - log_sum))
+        self._row_terms = torch.stack([maximum, constant, scale * h, g * self.spec.inverse_temperature])
 
-    def tile(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
-        """FP32 gradient of one tile of logits, in a work buffer that the next call overwrites."""
-        shifted, weights = self._shifted.view(rows, columns), self._weights.view(rows, columns)
-        values = logits if logits.dtype == torch.float32 else shifted.copy_(logits)
-        _shift(values, self.maximum[rows], self.spec, out=shifted)
-        torch.exp(shifted, out=weights)
-        constant = self.constant[rows].unsqueeze(1)
-        if self.slope is None:
-            weights.mul_(constant)
-        else:
-            weights.mul_(shifted.mul_(self.slope[rows].unsqueeze(1)).add_(constant))
-        column, inside = _locate(self.local_targets[rows] - columns.start, logits.shape[1])
-        target_grad = torch.where(inside, self.target_grad[rows], 0.0)
-        return weights.scatter_add_(1, column, target_grad.unsqueeze(1))
+    def write(self, logits: Tensor, rows: slice, columns: slice, *, out: Tensor) -> None:
+        """Write the gradient of one tile of logits to `out`, which may be `logits`."""
+        step = self.spec.chunk_rows
+        buffers = _view(self._buffers, min(step, len(logits)), logits.shape[1])
+        row_terms = self._row_terms[:, rows].unsqueeze(-1).split(step, dim=1)
+        local_targets = (self._local_targets[rows] - columns.start).split(step)
+        chunks = zip(logits.split(step), out.split(step), row_terms, local_targets, strict=True)
+        for values, result, (maximum, constant, slope, target_grad), targets in chunks:
+            shifted, weights = buffers[:, : len(values)]
+            if values.dtype != torch.float32:
+                values = shifted.copy_(values)
+            _shift(values, maximum, self.spec, out=shifted)
+            torch.exp(shifted, out=weights)
+            weights.mul_(shifted.mul_(slope).add_(constant) if self._has_slope else constant)
+            column, inside = _locate(targets, logits.shape[1])
+            weights.scatter_add_(1, column, torch.where(inside.unsqueeze(1), target_grad, 0.0))
+            result.copy_(weights)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -385,10 +369,13 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, spec: _Spec, inplace_backward: bool
     ) -> tuple[Tensor, Tensor | None]:
-        statistics = _reduce(lambda rows, columns, _: logits[rows, columns], len(targets), spec, logits.device)
+        all_rows = slice(0, logits.shape[0])
+        reduction = _TileReduction(spec, logits.shape[0], logits.device)
+        for tile, columns in enumerate(spec.column_tiles()):
+            reduction.add(logits[:, columns], all_rows, tile)
         column, owned = _locate(targets - spec.first_id, logits.shape[1])
         target_logits = logits.gather(1, column).squeeze(1).float()
-        log_probs, entropy, maximum, log_sum = statistics.finish(target_logits, owned)
+        log_probs, entropy, maximum, log_sum = reduction.merge(target_logits, owned)
         ctx.inplace_backward = inplace_backward
         ctx.save_for_backward(logits, targets, maximum, log_sum, entropy)
         return _outputs(ctx, spec, log_probs, entropy)
@@ -401,9 +388,8 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = ctx.saved_tensors[0]
         grad = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
         gradient = _TileGradient(ctx, grad_log_probs, grad_entropy)
-        for rows in ctx.spec.row_tiles(logits.shape[0]):
-            for columns in ctx.spec.column_tiles():
-                grad[rows, columns] = gradient.tile(logits[rows, columns], rows, columns)
+        for columns in ctx.spec.column_tiles():
+            gradient.write(logits[:, columns], slice(0, logits.shape[0]), columns, out=grad[:, columns])
         grad[:, ctx.spec.num_columns :].zero_()
         return grad, None, None, None
 
@@ -413,21 +399,20 @@ class _LinearTokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, spec: _Spec
     ) -> tuple[Tensor, Tensor | None]:
-        in_fp32 = hidden.dtype == torch.float32
-        product = _Scratch(spec, 0 if in_fp32 else hidden.shape[0], hidden.dtype, hidden.device)
+        num_rows = hidden.shape[0]
         local_targets = targets - spec.first_id
-        target_logits = torch.zeros(hidden.shape[0], device=hidden.device)
-
-        def read_tile(rows: slice, columns: slice, buffer: Tensor) -> Tensor:
-            out = buffer if in_fp32 else product.view(rows, columns)
-            logits = torch.mm(hidden[rows], weight[columns].t(), out=out)
-            column, inside = _locate(local_targets[rows] - columns.start, logits.shape[1])
-            target_logits[rows] += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
-            return logits
-
-        statistics = _reduce(read_tile, hidden.shape[0], spec, hidden.device)
+        target_logits = hidden.new_zeros(num_rows, dtype=torch.float32)
+        reduction = _TileReduction(spec, num_rows, hidden.device)
+        product = hidden.new_empty(spec.tile_rows * spec.tile_columns)
+        # Columns outside: the weight, larger than the hidden states, is read from memory once.
+        for tile, columns in enumerate(spec.column_tiles()):
+            for rows in spec.row_tiles(num_rows):
+                logits = _multiply(hidden[rows], weight[columns], product)
+                reduction.add(logits, rows, tile)
+                column, inside = _locate(local_targets[rows] - columns.start, logits.shape[1])
+                target_logits[rows] += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
         _, owned = _locate(local_targets, weight.shape[0])
-        log_probs, entropy, maximum, log_sum = statistics.finish(target_logits, owned)
+        log_probs, entropy, maximum, log_sum = reduction.merge(target_logits, owned)
         ctx.save_for_backward(hidden, weight, targets, maximum, log_sum, entropy)
         return _outputs(ctx, spec, log_probs, entropy)
 
@@ -440,21 +425,21 @@ class _LinearTokenLogProbs(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors[:2]
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         gradient = _TileGradient(ctx, grad_log_probs, grad_entropy)
-        scratch = _Scratch(spec, hidden.shape[0], hidden.dtype, hidden.device)
-        grad_hidden = torch.zeros(hidden.shape if want_hidden else (0,), device=hidden.device)
+        product = hidden.new_empty(spec.tile_rows * spec.tile_columns)
+        grad_hidden = hidden.new_zeros(hidden.shape if want_hidden else (0,), dtype=torch.float32)
         grad_weight = torch.zeros_like(weight) if want_weight else None
         # Columns outside: the FP32 sums are then one tile of the weight and all of the (much smaller) hidden.
         for columns in spec.column_tiles():
             column_weight = weight[columns]
-            column_sum = torch.zeros(column_weight.shape if want_weight else (0,), device=hidden.device)
+            column_sum = weight.new_zeros(column_weight.shape if want_weight else (0,), dtype=torch.float32)
             for rows in spec.row_tiles(hidden.shape[0]):
-                logits = torch.mm(hidden[rows], column_weight.t(), out=scratch.view(rows, columns))
-                # The products below run in the dtype of the model, as those of an output linear would.
-                grad_logits = logits.copy_(gradient.tile(logits, rows, columns))
+                logits = _multiply(hidden[rows], column_weight, product)
+                # Written in the dtype of the model, in which the products below run, as those of any linear.
+                gradient.write(logits, rows, columns, out=logits)
                 if want_hidden:
-                    _add_product(grad_hidden[rows], grad_logits, column_weight)
+                    _add_product(grad_hidden[rows], logits, column_weight)
                 if want_weight:
-                    _add_product(column_sum, grad_logits.t(), hidden[rows])
+                    _add_product(column_sum, logits.t(), hidden[rows])
             if grad_weight is not None:
                 grad_weight[columns] = column_sum
         return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, None, None
@@ -475,3 +460,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
+
+
+def _multiply(hidden: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+    """One tile of logits, in memory that the next call overwrites."""
+    return torch.mm(hidden, weight.t(), out=_view(memory, len(hidden), len(weight)))

@@ -7,7 +7,6 @@ own: SDPA attention, torch's RMSNorm, Megatron's parallel linears) and the fusio
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -32,18 +31,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_calclip.config import Config
+from megatron_calclip.config import Config, PrecisionConfig
 from megatron_calclip.learner import cpu
 from megatron_calclip.learner.attention import PackedAttention, PackedRotaryEmbedding
+from megatron_calclip.learner.parallel_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, make_fp8
 from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.precision.backend import choose, transformer_engine_present
+from megatron_calclip.precision.recipes import megatron_fields
 from megatron_calclip.weights.mapping import ModelShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def uses_transformer_engine() -> bool:
-    """Whether layers come from TransformerEngine: it is installed and there is a GPU for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(precision: PrecisionConfig) -> bool:
+    """Whether layers come from TransformerEngine: it is present, and no other FP8 backend was asked for."""
+    if precision.recipe == "bf16" and precision.backend == "auto":
+        return transformer_engine_present()
+    return choose(precision) == "te"
 
 
 def transformer_config(config: Config, hf_config: Any) -> TransformerConfig:
@@ -51,6 +55,7 @@ def transformer_config(config: Config, hf_config: Any) -> TransformerConfig:
     p = config.parallel
     dtype = DTYPES[config.precision.params_dtype]
     on_gpu = not cpu.needed()
+    uses_te = uses_transformer_engine(config.precision)
     inv_freq_scale = _rope(hf_config)[1]
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     recompute: dict[str, Any] = {}
@@ -98,10 +103,13 @@ def transformer_config(config: Config, hf_config: Any) -> TransformerConfig:
         masked_softmax_fusion=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=uses_transformer_engine(),
+        apply_rope_fusion=uses_te,
         persist_layer_norm=on_gpu,
         **recompute,
+        **(megatron_fields(config.precision) if uses_te else {}),
     )
+    # Read by our FP8 linears at every forward pass, as Megatron reads `fp8` for TransformerEngine's.
+    megatron.fp8_active = config.precision.recipe != "bf16" and not uses_te
     # Megatron would divide gradients by a token count; ours are already normalised.
     megatron.finalize_model_grads_func = lambda model, _num_tokens=None, **kw: finalize_model_grads(model, None, **kw)
     return megatron
@@ -141,8 +149,8 @@ class HiddenOutput(ColumnParallelLinear):  # type: ignore[misc]
         return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
-def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    if uses_transformer_engine():
+def _layer_spec(config: TransformerConfig, vp_stage: int | None, *, uses_te: bool) -> TransformerBlockSubmodules:
+    if uses_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -154,12 +162,12 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
         block.input_layernorm = block.pre_mlp_layernorm = norm
         attention = block.self_attention.submodules
         attention.core_attention = PackedAttention
-        attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
+        attention.linear_qkv, attention.linear_proj = Fp8ColumnParallelLinear, Fp8RowParallelLinear
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm
         mlp = block.mlp
         mlp = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules  # partial from 0.17 on
-        mlp.linear_fc1, mlp.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+        mlp.linear_fc1, mlp.linear_fc2 = Fp8ColumnParallelLinear, Fp8RowParallelLinear
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
@@ -173,7 +181,9 @@ def build_chunks(
         vp_stage = stage if config.parallel.vpp else None
         model = GPTModel(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, vp_stage),
+            transformer_layer_spec=_layer_spec(
+                megatron, vp_stage, uses_te=uses_transformer_engine(config.precision)
+            ),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=config.model.max_sequence_length,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -187,6 +197,8 @@ def build_chunks(
             # GPTModel names its output layer's class itself; the weights stay what they are, only forward changes.
             model.output_layer.__class__ = HiddenOutput
         chunks.append(model.to(runtime.device))
+    if megatron.fp8_active:
+        make_fp8(chunks, config.precision, backend=choose(config.precision), num_layers=shape.num_layers)
     return chunks
 
 

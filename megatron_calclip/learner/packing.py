@@ -1,22 +1,24 @@
 """From sequences of any length to packed micro-batches: the only place where tokens are padded.
 
-`plan_step` decides, from the lengths alone and identically on every rank, which sequences form which mini-batch (one
-optimizer step), and how each mini-batch is cut into micro-batches and dealt to the data-parallel ranks, balanced by tokens.
-The old log-probabilities are computed over the same plan that training uses: per-tensor FP8 scales depend on what shares a
-micro-batch, and another partition would show up as false importance ratios.
+`plan_step` decides, from the lengths alone and identically on every rank, which sequences form which
+mini-batch (one optimizer step), and how each mini-batch is cut into micro-batches and dealt to the
+data-parallel ranks, balanced by tokens. The old log-probabilities are computed over the plan that training
+uses: per-tensor FP8 scales depend on what shares a micro-batch, and another partition would show up as false
+importance ratios.
 
-`pack` lays one micro-batch out for the model: sequences end to end, cut zigzag over the context-parallel ranks as
-TransformerEngine expects it, padded once at the end to the multiple that sequence parallelism or an FP8 recipe needs.
-Attention works on groups of neighbouring sequences of similar length, one call per group.
+`pack` lays one micro-batch out for the model: sequences end to end, cut zigzag over context-parallel ranks as
+TransformerEngine expects it, padded once at the end to the multiple that sequence parallelism or an FP8
+recipe needs. Attention works on groups of neighbouring sequences of similar length, one call per group.
 
-Left out on purpose: splitting one sequence over micro-batches, and balancing by attention FLOPs (quadratic in the length):
-at the lengths of RL the linears dominate.
+Left out on purpose: splitting one sequence over micro-batches, and balancing by attention FLOPs (quadratic in
+the length): at the lengths of RL the linears dominate.
 
-Legend: T tokens of the batch, t tokens of a micro-batch on this context-parallel rank, n scored tokens among them.
+Legend: T tokens of the batch, t tokens of a micro-batch on this context-parallel rank, n scored tokens of it.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Padding one attention call may add: sequences join a group while its padded size stays below this multiple of its tokens.
+# Padding of one attention call: sequences join a group while padded size / tokens stays below this.
 MAX_ATTENTION_PADDING = 1.25
 
 
@@ -33,8 +35,8 @@ class StepPlan:
     """Which sequences go where in one step; equal on all ranks."""
 
     minibatches: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
-    """[mini-batch][data-parallel rank][micro-batch] -> indices of sequences. All ranks have equally many micro-batches;
-    one without sequences keeps a rank in step with the others."""
+    """[mini-batch][data-parallel rank][micro-batch] -> indices of sequences. All ranks have equally many
+    micro-batches; one without sequences keeps a rank in step with the others."""
 
     def of_rank(self, minibatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
         """Micro-batches of one data-parallel rank in one mini-batch."""
@@ -45,14 +47,18 @@ class StepPlan:
         return sorted(i for rank in self.minibatches[minibatch] for micro in rank for i in micro)
 
 
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def _balanced_bins(lengths: Sequence[int], indices: Sequence[int], num_bins: int) -> list[list[int]]:
     """Longest first, each to the bin with the fewest tokens (ties: the first bin)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    loads = [(0, target) for target in range(num_bins)]
     for index in sorted(indices, key=lambda i: (-lengths[i], i)):
-        target = loads.index(min(loads))
+        load, target = loads[0]
         bins[target].append(index)
-        loads[target] += lengths[index]
+        heapq.heapreplace(loads, (load + lengths[index], target))
     return bins
 
 
@@ -68,11 +74,11 @@ def plan_step(
 
     Args:
         lengths: tokens of each of the N sequences.
-        num_minibatches: optimizer steps; consecutive sequences form a mini-batch, so that groups stay together.
+        num_minibatches: optimizer steps; consecutive sequences form a mini-batch, so groups stay together.
         dp_size: data-parallel ranks.
         tokens_per_microbatch: budget; only a single longer sequence exceeds it.
-        microbatch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved pipeline
-            schedule needs the pipeline size).
+        microbatch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved
+            pipeline schedule needs the pipeline size).
 
     Raises:
         ValueError: when the sequences do not divide into the mini-batches.
@@ -80,18 +86,19 @@ def plan_step(
     num_sequences = len(lengths)
     if num_sequences % num_minibatches or not num_sequences:
         raise ValueError(
-            f"{num_sequences} sequences do not split into {num_minibatches} mini-batches; change num_minibatches"
+            f"{num_sequences} sequences do not split into {num_minibatches} mini-batches; choose a divisor"
         )
     size = num_sequences // num_minibatches
     minibatches = []
     for start in range(0, num_sequences, size):
         indices = range(start, start + size)
-        budget = max(tokens_per_microbatch, max(lengths[i] for i in indices))
-        per_rank = math.ceil(sum(lengths[i] for i in indices) / (budget * dp_size))
+        budget = tokens_per_microbatch
+        least = sum(min(lengths[i], budget) for i in indices)
+        per_rank = math.ceil(least / (budget * dp_size))
         while True:
-            per_rank = math.ceil(per_rank / microbatch_multiple) * microbatch_multiple
+            per_rank = _ceil_to(per_rank, microbatch_multiple)
             bins = _balanced_bins(lengths, indices, per_rank * dp_size)
-            if max(sum(lengths[i] for i in b) for b in bins) <= budget:
+            if all(len(b) < 2 or sum(lengths[i] for i in b) <= budget for b in bins):
                 break
             per_rank += 1
         # Heaviest bins first, dealt back and forth, so that the ranks' totals stay close.
@@ -119,8 +126,8 @@ class AttentionGroup:
     output_index: Tensor | None
     """int64 [tokens]: rows of the flattened [b * s_q] output that hold real tokens; None with query_index."""
     mask: Tensor | None
-    """bool [b, 1, s_q, s_k], True where a query sees a key; None for plain causal attention (right padding then needs no
-    mask, since no real query comes after a padded key)."""
+    """bool [b, 1, s_q, s_k], True where a query sees a key; None for plain causal attention (padding on the
+    right needs no mask then, since no real query comes after a padded key)."""
     start: int
     """First local token of the group."""
     num_tokens: int
@@ -147,15 +154,11 @@ class PackedLayout:
     positions: Tensor
     """int64 [t]: position of each token in its sequence."""
     cu_seqlens: Tensor
-    """int32 [b + 1]: boundaries of the padded sequences, over all context-parallel ranks (TransformerEngine's)."""
+    """int32 [b + 1]: boundaries of padded sequences over all context-parallel ranks (TransformerEngine's)."""
     max_seqlen: int
     """Longest padded sequence, over all context-parallel ranks."""
     groups: tuple[AttentionGroup, ...]
     """Attention calls, in token order."""
-
-
-def _ceil_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _zigzag(length: int, cp_size: int, cp_rank: int) -> list[range]:
@@ -182,7 +185,9 @@ def _group_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _group(lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank: int, total: int) -> AttentionGroup:
+def _group(
+    lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank: int, total: int
+) -> AttentionGroup:
     """Index tables of one attention call.
 
     Args:
@@ -217,7 +222,9 @@ def _group(lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank:
             keys[row, columns] = rank * total + start + torch.arange(size)
             key_position[row, columns] = _positions(length, cp_size, rank)
     mask = (key_position[:, None] <= query_position[:, :, None])[:, None]
-    return AttentionGroup(query_index=query_index, key_index=keys, output_index=output_index, mask=mask, **common)
+    return AttentionGroup(
+        query_index=query_index, key_index=keys, output_index=output_index, mask=mask, **common
+    )
 
 
 def pack(
@@ -261,10 +268,7 @@ def pack(
         starts.append(start)
         start += place.numel()
     whole = [n for n in [*padded, filler] if n]
-    groups = [
-        _group(whole[a:b], starts[a:b], cp_size, cp_rank, start)
-        for a, b in _group_bounds(padded)
-    ]
+    groups = [_group(whole[a:b], starts[a:b], cp_size, cp_rank, start) for a, b in _group_bounds(padded)]
     if filler:  # apart, so that padding never widens a group of real sequences
         groups.append(_group(whole[-1:], starts[-1:], cp_size, cp_rank, start))
     return PackedLayout(

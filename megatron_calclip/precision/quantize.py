@@ -128,9 +128,11 @@ class RowScaling:
         return (1, cols) if dim == -1 else (rows, 1)
 
     def scales(self, amax: Tensor, dtype: torch.dtype, *, source: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Largest code / amax in float64, rounded to FP32, then down to a power of two."""
-        amax = amax.double().clamp(min=TORCHAO_EPS)
-        scale = torch.div(torch.full_like(amax, torch.finfo(dtype).max), amax).float()
+        """Largest code / amax, then rounded down to a power of two.
+
+        torchao divides in float64 and rounds to FP32, which gives the FP32 quotient.
+        """
+        scale = torch.div(torch.full_like(amax, torch.finfo(dtype).max), amax.clamp(min=TORCHAO_EPS))
         if self.power_of_two:
             # No mantissa mask: torchao's logarithm lifts a scale some ulp below a power of two up to it.
             scale = torch.exp2(torch.floor(torch.log2(scale)))
@@ -242,7 +244,7 @@ class DelayedScaling(nn.Module):
     def scales(self, amax: Tensor, dtype: torch.dtype, *, source: torch.dtype) -> tuple[Tensor, Tensor]:
         """Records `amax` and returns the scale of earlier steps."""
         self.amax_history[0] = torch.maximum(self.amax_history[0], amax.view(()))
-        scale = self.scale.expand_as(amax).clone()
+        scale = self.scale.expand_as(amax)
         return scale, scale.reciprocal()
 
     def _update(self) -> None:

@@ -23,17 +23,21 @@ def load_reward(config: RewardConfig) -> Reward:
     """The reward that `reward.name` names, guarded: a reward that fails stops the run with a clear error.
 
     Raises:
-        UserError: when a dotted path cannot be imported.
+        UserError: when a dotted path cannot be imported, or names no function.
     """
     if config.name == "exact":
         return exact
     module_name, _, function_name = config.name.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # importing runs the user's own code
         raise UserError(
-            "reward.name", f"cannot import {config.name!r} ({error}); give `exact` or package.module.function"
+            "reward.name",
+            f"cannot import {config.name!r} ({type(error).__name__}: {error}); give `exact`, or "
+            "package.module.function of a module on PYTHONPATH",
         ) from None
+    if not callable(function):
+        raise UserError("reward.name", f"{config.name!r} is a {type(function).__name__}; name a function")
     return _guarded(config.name, function)
 
 
@@ -50,7 +54,8 @@ def _guarded(name: str, function: Callable[[Prompt, str], Any]) -> Reward:
             ) from error
         if not math.isfinite(value):
             raise UserError(
-                "reward.name", f"{name} returned {value} for prompt id {prompt.id}; return a finite number",
+                "reward.name",
+                f"{name} returned {value} for prompt id {prompt.id}; return a finite number",
                 exit_code=EXIT_FAILED,
             )
         return value

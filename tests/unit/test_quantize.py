@@ -145,7 +145,7 @@ def test_mxfp8_is_torchao_rceil(x: Tensor, dtype: torch.dtype) -> None:
     # torchao takes an FP32 logarithm, which may miss that an amax is some ulp above a power of two.
     amax = x.view(len(x), 2, 32).abs().amax(-1).double() / torch.finfo(dtype).max
     mantissa = torch.frexp(amax)[0]
-    exact = ~((mantissa > 0.5) & (mantissa < 0.5 + 2**-16)) | (amax < 2.0**-126)
+    exact = (mantissa <= 0.5) | (mantissa > 0.5 + 2**-16) | mantissa.isnan()
     assert torch.equal(ours.e8m0[exact], scale.view(torch.uint8)[exact])
     exact = exact.repeat_interleave(32, 1)
     assert torch.equal(bits(ours.codes)[exact], bits(codes)[exact])
@@ -310,7 +310,7 @@ def test_rounding_is_the_cast_for_every_bf16(dtype: torch.dtype) -> None:
 
 @FORMATS
 def test_rounding_is_the_cast_near_every_boundary(dtype: torch.dtype) -> None:
-    """FP32 numbers within 64 ulp of every FP8 value and of every midpoint between two, and saturating ones."""
+    """FP32 numbers within 64 ulp of every FP8 value and of every midpoint between two; some saturate."""
     grid = torch.arange(0, 128, dtype=torch.uint8).view(dtype).float()
     grid = grid[grid.isfinite()]
     centres = torch.cat([grid, (grid[1:] + grid[:-1]) / 2])

@@ -1,0 +1,265 @@
+"""Ratio statistics against gathering all ratios and calling `torch.quantile`.
+
+    python -m benchmarks.calibration             # 10^7 tokens: about two minutes, 1 GiB
+    python -m benchmarks.calibration --quick     # 10^6 tokens: about half a minute
+
+The tokens of `NUM_RANKS` data-parallel ranks lie in one process. A baseline concatenates the ranks' tensors,
+as a gather would (its network time is not counted). `quantile` takes alpha and `torch.quantile` for the lower
+bound, and can do no more. `quantile + balance` also finds the balance at every candidate of the upper bound,
+by sorting; this is the work that ours do: statistics of all tokens, and the calibration of both bounds. Ours
+run without and with the 100 bootstrap replicates, for sequences of 4,096 and of 512 tokens. Results are
+checked for agreement.
+
+Every measurement is one call in a process of its own, on one thread, after a small warm-up call. Repetitions
+alternate between the variants, and the result is the median of the ratios within a repetition. Time is CPU
+time of the process: equal to wall time on an idle machine, still meaningful on a shared one, though there our
+short passes lose more to a polluted cache than a long sort does. Extra memory is the peak resident size
+during the call (VmHWM, reset just before) minus the resident size before it.
+
+Exits with status 1 when ours (no bootstrap) is not 5 times as fast as `quantile + balance`, or takes more
+than 5% of the extra memory of `quantile`.
+
+Left out on purpose: the share of wall clock that calibration takes in a run, which every run reports itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_calclip.algorithms.calibration import CalibrationSettings, ClipCalibrator
+
+NUM_RANKS = 8
+NUM_WARM_UP_TOKENS = 10_000
+SIGMA16, NOISE = 0.1, 0.15
+"""Standard deviations of the BF16 log-ratio and of the noise that FP8 adds to it."""
+REQUIRED_SPEEDUP = 5.0
+REQUIRED_MEMORY_SHARE = 0.05
+SETTINGS = CalibrationSettings.paper()
+RATIO_CAP = 2.0
+OURS = "ours, no bootstrap"
+VARIANTS = {
+    "quantile": (0, 4096),
+    "quantile + balance": (0, 4096),
+    OURS: (0, 4096),
+    "ours, bootstrap": (100, 4096),
+    "ours, bootstrap, 512-token sequences": (100, 512),
+}
+"""Name -> bootstrap replicates, tokens per sequence."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One call of one variant."""
+
+    seconds: float
+    """CPU time."""
+    extra_mib: float
+    """Peak resident size during the call minus the size before it."""
+    alpha: float
+    lower: float
+    """The lower bound: a quantile, or a grid point."""
+    target: float
+    """p_ref; NaN where the variant does not compute it."""
+    num_bytes: int
+    """What a rank sends."""
+
+
+def make_ranks(num_tokens: int, sequence_length: int) -> list[dict[str, Tensor]]:
+    """Log-normal ratios, one advantage per sequence, sharded over ranks."""
+    random = torch.Generator().manual_seed(0)
+    ranks = []
+    for rank in range(NUM_RANKS):
+        size = num_tokens // NUM_RANKS
+        num_sequences = math.ceil(size / sequence_length)
+        rows = torch.arange(size) // sequence_length
+        ratio16 = torch.randn(size, generator=random).mul_(SIGMA16)
+        ratio8 = torch.randn(size, generator=random).mul_(NOISE).add_(ratio16).exp_()
+        ranks.append(
+            {
+                "ratio8": ratio8,
+                "ratio16": ratio16.exp_(),
+                "advantages": torch.randn(num_sequences, generator=random)[rows],
+                "importance_weights": torch.rand(size, generator=random).add_(0.5),
+                "loss_weights": torch.full((size,), 1 / num_tokens),
+                "response_mask": torch.ones(size, dtype=torch.bool),
+                "sequence_ids": rows + rank * num_sequences,
+            }
+        )
+    return ranks
+
+
+def run_quantile(ranks: list[dict[str, Tensor]], *, with_balance: bool) -> tuple[float, float, float, int]:
+    """Gather, then alpha and the quantile, then (if asked) the balance at every upper candidate."""
+
+    def gather(name: str) -> Tensor:
+        return torch.cat([rank[name] for rank in ranks])
+
+    ratio8, ratio16, advantages, mask = map(gather, ("ratio8", "ratio16", "advantages", "response_mask"))
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (ratio8, ratio16, advantages, mask))
+    negative = mask & (advantages < 0)
+    alpha = (ratio16[negative] <= SETTINGS.reference.lower).double().mean()
+    lower = torch.quantile(ratio8[negative], alpha.float())
+    target = math.nan
+    if with_balance:
+        weights = gather("importance_weights").mul_(gather("loss_weights")).mul_(advantages.abs())
+        num_bytes += 2 * weights.numel() * weights.element_size()
+        positive = mask & (advantages > 0)
+
+        def update(ratio: Tensor, kept: Tensor) -> Tensor:
+            return (weights[kept] * ratio[kept].clamp(max=RATIO_CAP)).sum(dtype=torch.float64)
+
+        kept_positive = positive & (ratio16 < SETTINGS.reference.upper)
+        kept_negative = negative & (ratio16 > SETTINGS.reference.lower)
+        target = float(update(ratio16, kept_positive) / update(ratio16, kept_negative))
+        ordered, order = ratio8[positive].sort()
+        sums = (weights[positive][order] * ordered.clamp(max=RATIO_CAP)).cumsum(0, dtype=torch.float64)
+        _, grid = SETTINGS.grids(SETTINGS.start)
+        last = torch.searchsorted(ordered, torch.tensor(grid.edges)) - 1
+        curve = sums[last] / update(ratio8, negative & (ratio8 > lower))
+        assert bool(curve.isfinite().all())
+    return float(alpha), float(lower), target, num_bytes // NUM_RANKS
+
+
+def run_ours(ranks: list[dict[str, Tensor]], *, num_replicates: int) -> tuple[float, float, float, int]:
+    """The statistics and a whole calibration, both bounds."""
+    num_tokens = sum(rank["ratio8"].numel() for rank in ranks)
+    calibrator = ClipCalibrator(CalibrationSettings.robust(num_replicates=num_replicates))
+    total = calibrator.new_statistics(weight_scale=num_tokens)
+    for rank in ranks:
+        tokens = dict(rank)
+        total.update(tokens.pop("ratio8"), tokens.pop("ratio16"), **tokens)  # type: ignore[arg-type]
+    report = calibrator.calibrate(total, 20)
+    assert report.alpha is not None and report.lower.choice is not None and report.balance_target is not None
+    return report.alpha, report.lower.choice, report.balance_target, total.num_bytes
+
+
+def memory_kib(field: str) -> int:
+    """A field of /proc/self/status, such as VmRSS or VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def measure(variant: str, num_tokens: int) -> Measurement:
+    """One call in this process."""
+    torch.set_num_threads(1)
+    num_replicates, sequence_length = VARIANTS[variant]
+
+    def call(ranks: list[dict[str, Tensor]]) -> tuple[float, float, float, int]:
+        if variant.startswith("ours"):
+            return run_ours(ranks, num_replicates=num_replicates)
+        return run_quantile(ranks, with_balance=variant.endswith("balance"))
+
+    call(make_ranks(NUM_WARM_UP_TOKENS, sequence_length))
+    ranks = make_ranks(num_tokens, sequence_length)
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed so far must not serve the measured call
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
+    before_kib, before_seconds = memory_kib("VmRSS"), time.process_time()
+    result = call(ranks)
+    seconds = time.process_time() - before_seconds
+    return Measurement(seconds, (memory_kib("VmHWM") - before_kib) / 2**10, *result)
+
+
+def measure_in_process(variant: str, num_tokens: int) -> Measurement:
+    """One call in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.calibration",
+        "--tokens",
+        str(num_tokens),
+        "--measure",
+        variant,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    completed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return Measurement(**json.loads(completed.stdout.splitlines()[-1]))
+
+
+def check_agreement(run: dict[str, Measurement]) -> None:
+    """The variants of one repetition found the same numbers."""
+    expected = run["quantile + balance"]
+    for variant, found in run.items():
+        if VARIANTS[variant][1] != VARIANTS["quantile"][1]:
+            continue  # other sequences, other advantages
+        assert found.alpha == expected.alpha, variant
+        # The grid has steps of 0.02.
+        assert abs(found.lower - expected.lower) <= 0.01 + 1e-6, variant
+        assert math.isnan(found.target) or abs(found.target / expected.target - 1) < 1e-5, variant
+
+
+def print_table(runs: list[dict[str, Measurement]], num_tokens: int) -> bool:
+    """One line per variant; whether the requirements are met."""
+
+    def median(variant: str, key: str, base: str | None = None) -> float:
+        values = [getattr(run[variant], key) for run in runs]
+        if base is not None:
+            values = [
+                getattr(run[base], key) / max(value, 1e-9) for run, value in zip(runs, values, strict=True)
+            ]
+        return statistics.median(values)
+
+    print(f"{num_tokens:,} tokens, medians of {len(runs)} repetitions, CPU time, one thread")
+    print(f"{'':38} {'s':>7} {'ns/token':>8} {'speed-up over':>14} {'':>9} {'MiB':>7} {'bytes sent':>12}")
+    print(f"{'':38} {'':>7} {'':>8} {'quantile':>14} {'+ balance':>9} {'':>7} {'per rank':>12}")
+    for variant in VARIANTS:
+        seconds = median(variant, "seconds")
+        print(
+            f"{variant:38} {seconds:7.3f} {seconds / num_tokens * 1e9:8.1f} "
+            f"{median(variant, 'seconds', 'quantile'):14.2f} "
+            f"{median(variant, 'seconds', 'quantile + balance'):9.2f} "
+            f"{median(variant, 'extra_mib'):7.1f} {runs[0][variant].num_bytes:12,}"
+        )
+    speedup = median(OURS, "seconds", "quantile + balance")
+    memory_share = median(OURS, "extra_mib") / median("quantile", "extra_mib")
+    print(f"{OURS}: {memory_share:.1%} of the extra memory of `quantile`")
+    return speedup >= REQUIRED_SPEEDUP and memory_share <= REQUIRED_MEMORY_SHARE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all variants, print the table, and write all numbers as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="10^6 tokens and a single repetition")
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/calibration.json"))
+    parser.add_argument("--measure", choices=list(VARIANTS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.measure:
+        print(json.dumps(asdict(measure(arguments.measure, arguments.tokens))))
+        return 0
+    if arguments.quick:
+        arguments.tokens, arguments.repetitions = 1_000_000, 1
+    runs = []
+    for _ in range(arguments.repetitions):
+        run = {variant: measure_in_process(variant, arguments.tokens) for variant in VARIANTS}
+        check_agreement(run)
+        runs.append(run)
+    met = print_table(runs, arguments.tokens)
+    report = {
+        "tokens": arguments.tokens,
+        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "runs": [{variant: asdict(found) for variant, found in run.items()} for run in runs],
+        "met": met,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

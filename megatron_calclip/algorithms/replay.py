@@ -1,0 +1,345 @@
+"""Offline replay: calibrate again, with any settings, on the tokens that a run has dumped.
+
+What: `CalibrationDump` keeps what a calibration step saw of its response tokens, in a compact safetensors
+file; `replay` runs a calibrator over dumps, and `compare` many settings over the same dumps. Why: a shadow
+pass costs a forward of the whole batch, a replay costs nothing, and only the same tokens make settings
+comparable. A replay answers what the calibration would have chosen, not how training would have gone on.
+
+Left out on purpose: the command line and plots, and the ratios of other bounds than the run used: those do
+not exist, because bounds change the updates that produce the ratios.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_calclip.algorithms.bootstrap import sample_sequences
+from megatron_calclip.algorithms.bounds import ClipBounds
+from megatron_calclip.algorithms.calibration import ClipCalibrator
+from megatron_calclip.algorithms.calibration_report import CalibrationReport, Status
+from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
+from megatron_calclip.algorithms.statistics import RatioStatistics
+
+_HEADER = "megatron_calclip.calibration_dump"
+"""Key of the JSON header in the metadata of a file."""
+_PER_TOKEN = ("ratio8", "ratio16", "advantages", "importance_weights", "loss_weights", "entropy")
+_PER_SEQUENCE = ("sequence_ids", "lengths", "minibatches")
+
+
+@dataclass(frozen=True)
+class CalibrationDump:
+    """The response tokens of one calibration step, sequence after sequence. T tokens, S sequences."""
+
+    step: int
+    """Training step."""
+    bounds: ClipBounds
+    """Bounds that the step's loss used."""
+    settings: CalibrationSettings
+    """Settings of the run."""
+    weight_scale: float
+    """What brings the mean of `loss_weights` near 1 (see `RatioStatistics`)."""
+    ratio8: Tensor
+    """float32 [T]: pi / pi_old in training precision."""
+    ratio16: Tensor
+    """float32 [T]: the same by the BF16 shadow."""
+    advantages: Tensor
+    """float32 [T]."""
+    importance_weights: Tensor
+    """float32 [T]: TIS weights."""
+    loss_weights: Tensor
+    """float32 [T]."""
+    entropy: Tensor
+    """float16 [T] nats: of the sampled distribution, for attribution; to 0.01 nats."""
+    sequence_ids: Tensor
+    """int64 [S]: global ids."""
+    lengths: Tensor
+    """int64 [S]: response tokens of each sequence, at least 1."""
+    minibatches: Tensor
+    """int64 [S]: the update of the step, from 0, that each sequence belonged to."""
+
+    @classmethod
+    def pack(
+        cls,
+        *,
+        step: int,
+        bounds: ClipBounds,
+        settings: CalibrationSettings,
+        weight_scale: float,
+        minibatch: int,
+        ratio8: Tensor,
+        ratio16: Tensor,
+        advantages: Tensor,
+        importance_weights: Tensor,
+        loss_weights: Tensor,
+        entropy: Tensor,
+        response_mask: Tensor,
+        sequence_ids: Tensor,
+    ) -> Self:
+        """A dump of some tokens of one mini-batch, without those outside the mask.
+
+        The tensors are [T], as for `RatioStatistics.update`, on any device. Join the parts with `merge`.
+        """
+        inside = sequence_ids[response_mask].cpu()
+        ids, lengths = torch.unique_consecutive(inside, return_counts=True)
+
+        def kept(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+            return values[response_mask].to(device="cpu", dtype=dtype)
+
+        return cls(
+            step=step,
+            bounds=bounds,
+            settings=settings,
+            weight_scale=weight_scale,
+            ratio8=kept(ratio8),
+            ratio16=kept(ratio16),
+            advantages=kept(advantages),
+            importance_weights=kept(importance_weights),
+            loss_weights=kept(loss_weights),
+            entropy=kept(entropy, torch.float16),
+            sequence_ids=ids,
+            lengths=lengths,
+            minibatches=torch.full_like(ids, minibatch),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence["CalibrationDump"]) -> "CalibrationDump":
+        """One dump of all parts (mini-batches, ranks) of a step."""
+        assert parts and all(part.step == parts[0].step for part in parts), "parts of one step"
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN + _PER_SEQUENCE
+        }
+        return replace(parts[0], **joined)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.ratio8.numel()
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file; nothing appears under the name before it is whole.
+
+        Per-token values that are constant within every sequence are stored once per sequence.
+        """
+        tensors = {name: getattr(self, name).contiguous() for name in _PER_SEQUENCE}
+        first = self.lengths.cumsum(0) - self.lengths
+        for name in _PER_TOKEN:
+            values = getattr(self, name)
+            constant = torch.equal(values[first].repeat_interleave(self.lengths), values)
+            tensors[name] = values[first] if constant else values.contiguous()
+        header = {
+            "step": self.step,
+            "bounds": asdict(self.bounds),
+            "settings": asdict(self.settings),
+            "weight_scale": self.weight_scale,
+        }
+        path = Path(path)
+        aside = path.with_name(path.name + ".part")
+        save_file(tensors, aside, metadata={_HEADER: json.dumps(header)})
+        os.replace(aside, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: when the file is missing, damaged, or something else.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = json.loads((file.metadata() or {})[_HEADER])
+                tensors = {name: file.get_tensor(name) for name in _PER_TOKEN + _PER_SEQUENCE}
+        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path}: not a calibration dump ({type(error).__name__}: {error}); "
+                "name a file that a run with calibration.dump wrote"
+            ) from None
+        lengths = tensors["lengths"]
+        for name in _PER_TOKEN:
+            if tensors[name].numel() == lengths.numel():
+                tensors[name] = tensors[name].repeat_interleave(lengths)
+        return cls(
+            step=header["step"],
+            bounds=ClipBounds(**header["bounds"]),
+            settings=_settings_from_json(header["settings"]),
+            weight_scale=header["weight_scale"],
+            **tensors,
+        )
+
+    def select(self, sequences: Tensor) -> "CalibrationDump":
+        """The tokens of some sequences, given as bool [S]."""
+        tokens = sequences.repeat_interleave(self.lengths)
+        selected: dict[str, Any] = {name: getattr(self, name)[tokens] for name in _PER_TOKEN}
+        selected |= {name: getattr(self, name)[sequences] for name in _PER_SEQUENCE}
+        return replace(self, **selected)
+
+    def sequence_level(self) -> "CalibrationDump":
+        """Each sequence as one token, as GSPO sees it: its ratio is exp of the mean log-ratio.
+
+        Loss weights add up; importance weight, advantage and entropy, constant within a sequence in GSPO, are
+        averaged.
+        """
+        rows = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
+
+        def total(values: Tensor) -> Tensor:
+            zeros = torch.zeros(self.lengths.numel(), dtype=torch.float64)
+            return zeros.index_add_(0, rows, values.double())
+
+        def mean(values: Tensor) -> Tensor:
+            return total(values) / self.lengths
+
+        return replace(
+            self,
+            weight_scale=self.weight_scale * self.lengths.numel() / max(self.num_tokens, 1),
+            ratio8=mean(self.ratio8.double().log()).exp().float(),
+            ratio16=mean(self.ratio16.double().log()).exp().float(),
+            advantages=mean(self.advantages).float(),
+            importance_weights=mean(self.importance_weights).float(),
+            loss_weights=total(self.loss_weights).float(),
+            entropy=mean(self.entropy).half(),
+            lengths=torch.ones_like(self.lengths),
+        )
+
+    def prepared(self, settings: CalibrationSettings) -> "CalibrationDump":
+        """The tokens (or sequences) that a calibration with these settings counts."""
+        wanted = sample_sequences(self.sequence_ids, fraction=settings.token_fraction, seed=self.step)
+        if settings.minibatches == "last":
+            wanted &= self.minibatches == self.minibatches.max()
+        selected = self.select(wanted)
+        return selected.sequence_level() if settings.mode == "sequence" else selected
+
+    def update(self, statistics: RatioStatistics) -> None:
+        """Add all tokens to statistics."""
+        for minibatch in self.minibatches.unique().tolist():
+            part = self.select(self.minibatches == minibatch)
+            statistics.update(
+                part.ratio8,
+                part.ratio16,
+                advantages=part.advantages,
+                importance_weights=part.importance_weights,
+                loss_weights=part.loss_weights,
+                response_mask=torch.ones(part.num_tokens, dtype=torch.bool),
+                sequence_ids=part.sequence_ids.repeat_interleave(part.lengths),
+                weights_unmoved=minibatch == 0,
+            )
+
+
+def replay(
+    dumps: Sequence[CalibrationDump], settings: CalibrationSettings, *, follow_schedule: bool = False
+) -> list[CalibrationReport]:
+    """Calibrate on dumps in the order of their steps, from the settings' start bounds.
+
+    Args:
+        dumps: of one run.
+        settings: what to calibrate with.
+        follow_schedule: calibrate only at the steps that the settings' schedule asks for, to compare
+            intervals on a run that dumped more often; otherwise on every dump.
+    """
+    return [report for report, _ in _replay(dumps, settings, follow_schedule=follow_schedule)]
+
+
+def compare(
+    dumps: Sequence[CalibrationDump],
+    settings_by_name: Mapping[str, CalibrationSettings],
+    *,
+    follow_schedule: bool = False,
+) -> list[dict[str, Any]]:
+    """Many settings on the same dumps: one row of plain values per setting.
+
+    Columns `next_...` judge bounds on tokens that did not choose them: those of the next dump.
+    `next_lower_multiple` is the number of A < 0 tokens that FP8 clips at the calibrated lower bound, over
+    those that BF16 clips at the reference, summed over calibrations; `next_upper_multiple` is the same for
+    A > 0. Calibration aims at 1.
+
+    Args:
+        dumps: of one run.
+        settings_by_name: what to compare.
+        follow_schedule: see `replay`.
+    """
+    rows = []
+    for name, settings in settings_by_name.items():
+        results = _replay(dumps, settings, follow_schedule=follow_schedule)
+        if not results:
+            raise ValueError(f"settings {name!r} calibrate on none of {len(dumps)} dumps; relax the schedule")
+        reports = [report for report, _ in results]
+        clips = _ClipCounts(*(sum(column) for column in zip(*(counts for _, counts in results), strict=True)))
+        row: dict[str, Any] = {
+            "settings": name,
+            "num_calibrations": len(reports),
+            "lower": reports[-1].lower.after,
+            "upper": reports[-1].upper.after,
+            "next_lower_multiple": clips.lower8 / clips.lower16 if clips.lower16 else None,
+            "next_upper_multiple": clips.upper8 / clips.upper16 if clips.upper16 else None,
+            "next_num_lower_bf16": clips.lower16,
+            "next_num_upper_bf16": clips.upper16,
+        }
+        for side in ("lower", "upper"):
+            statuses = Counter(getattr(report, side).status for report in reports)
+            row |= {f"num_{side}_{status}": statuses[status] for status in get_args(Status)}
+        rows.append(row)
+    return rows
+
+
+class _ClipCounts(NamedTuple):
+    """Tokens that bounds clip on a dump."""
+
+    lower8: int
+    """A < 0, by FP8 at the calibrated lower bound."""
+    lower16: int
+    """A < 0, by BF16 at the lower reference."""
+    upper8: int
+    """A > 0, by FP8 at the calibrated upper bound."""
+    upper16: int
+    """A > 0, by BF16 at the upper reference."""
+
+
+def _replay(
+    dumps: Sequence[CalibrationDump], settings: CalibrationSettings, *, follow_schedule: bool
+) -> list[tuple[CalibrationReport, _ClipCounts]]:
+    """Reports, each with the clips of its new bounds on the next dump."""
+    calibrator = ClipCalibrator(settings)
+    prepared = [dump.prepared(settings) for dump in sorted(dumps, key=lambda dump: dump.step)]
+    results = []
+    for index, dump in enumerate(prepared):
+        if follow_schedule and not calibrator.due(dump.step):
+            continue
+        statistics = calibrator.new_statistics(weight_scale=dump.weight_scale)
+        dump.update(statistics)
+        report = calibrator.calibrate(statistics, dump.step)
+        clipped = _ClipCounts(0, 0, 0, 0)
+        if index + 1 < len(prepared):
+            clipped = _num_clipped(prepared[index + 1], report.after, settings.reference)
+        results.append((report, clipped))
+    return results
+
+
+def _num_clipped(dump: CalibrationDump, bounds: ClipBounds, reference: ClipBounds) -> _ClipCounts:
+    negative, positive = dump.advantages < 0, dump.advantages > 0
+    clips = (
+        negative & (dump.ratio8 <= bounds.lower),
+        negative & (dump.ratio16 <= reference.lower),
+        positive & (dump.ratio8 >= bounds.upper),
+        positive & (dump.ratio16 >= reference.upper),
+    )
+    return _ClipCounts(*(int(clip.sum()) for clip in clips))
+
+
+def _settings_from_json(values: dict[str, Any]) -> CalibrationSettings:
+    """Settings from `asdict` of them after JSON, which knows neither tuples nor dataclasses."""
+    known = {field.name for field in fields(CalibrationSettings)}
+    restored: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in known
+    }
+    for name in ("reference", "start"):
+        restored[name] = ClipBounds(**restored[name])
+    return CalibrationSettings(**restored)
