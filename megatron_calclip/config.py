@@ -219,6 +219,12 @@ class AlgorithmConfig:
     """Correction of the sampler-learner mismatch."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Reference policy."""
+    loss: Literal["clip", "gspo", "cispo", "bapo", "oracle"] = "clip"
+    """clip: the clipped surrogate (GRPO, DAPO, Dr.GRPO by their settings); gspo: one ratio per sequence; cispo: clipped
+    weights, every token keeps a gradient; bapo: bounds searched for each update; oracle (for studies): clip masks from
+    BF16 ratios, a shadow pass at every mini-batch."""
+    exact_on_policy: bool = False
+    """Take the ratio of unmoved weights (the first mini-batch) as exactly 1, whatever the kernels' last bits say."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean entropy that is added to the objective."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
@@ -227,6 +233,59 @@ class AlgorithmConfig:
     """Optimizer steps a rollout batch is split into."""
     num_epochs: PositiveInt = 1
     """Passes over the rollout batch; the partition stays, its order changes."""
+
+
+Grid = tuple[float, float, float]
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CalibrationConfig:
+    """Calibrated clipping (`calibration`); null means the preset's value. See algorithms/calibration_settings.py."""
+
+    enabled: bool = False
+    """Re-fit the clip bounds to BF16 shadow ratios; they then start at `start`, and algorithm.clip is not used."""
+    preset: Literal["robust", "paper"] = "robust"
+    """paper: the published method with nothing of ours; robust: our rules for fragile points on top."""
+    schedule: Literal["every", "drift"] | None = None
+    """every: at multiples of the interval; drift: the interval stretches while the bounds rest and shrinks when the gap
+    between FP8 and BF16 clipping moves."""
+    interval: PositiveInt | None = None
+    """Steps between calibrations."""
+    start_step: PositiveInt | None = None
+    """No calibration before this step (counted from 1)."""
+    start: Bounds | None = None
+    """Bounds [L, H] before the first calibration."""
+    reference: Bounds | None = None
+    """Bounds that BF16 would train with: the target."""
+    grid_lower: Grid | None = None
+    """First, last and step of the lower bound's candidates."""
+    grid_upper: Grid | None = None
+    """First, last and step of the upper bound's candidates."""
+    delta_lower: PositiveFloat | None = None
+    """Most that the lower bound moves per calibration."""
+    delta_upper: PositiveFloat | None = None
+    """Most that the upper bound moves per calibration."""
+    minibatches: Literal["all", "last"] | None = None
+    """Mini-batches of the step whose tokens are counted."""
+    token_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the sequences that the shadow passes run on."""
+    balance: Literal["gradient", "surrogate"] | None = None
+    """What the upper bound balances."""
+    balance_ratio_cap: PositiveFloat | None = None
+    """Ratios are capped here inside the balance, in both precisions alike."""
+    weighting: Literal["loss", "token"] | None = None
+    """Weight of a token in the balance: what the loss's aggregation gives it, or 1."""
+    min_tail_tokens: PositiveInt | None = None
+    """Tail tokens that a lower bound needs; with fewer, earlier calibrations are pooled, else the bound is held."""
+    pool: PositiveInt | None = None
+    """Calibrations that may be pooled, the present one included."""
+    sequence_grid_width: PositiveFloat | None = None
+    """GSPO: candidates lie within this factor of BF16's own spread of log r."""
+    measure: Literal["calibration_steps", "every_step"] = "calibration_steps"
+    """every_step runs the shadow passes at each step, for studies; the ledger books them apart."""
+    dump: bool = False
+    """Write each calibration step's tokens to run_dir/dumps, for offline replay."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -429,6 +488,8 @@ class Config:
     """Scoring."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Policy gradient."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """Calibrated clipping."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Numerical precision."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -22,6 +22,7 @@ class Metric:
 
 
 _TOKENS = "sum over response tokens of all ranks / their count"
+_PAIRED = "from sums over the response tokens with shadow ratios, all ranks"
 
 METRICS: dict[str, Metric] = {
     "step": Metric("RL steps done, this one included", "rank 0"),
@@ -79,6 +80,40 @@ METRICS: dict[str, Metric] = {
     "timing/eval": Metric("seconds of evaluation", "rank 0"),
     "timing/checkpoint": Metric("seconds that saving held up the run", "rank 0"),
     "timing/step": Metric("seconds of the whole step", "rank 0"),
+    "ledger/shadow_seconds": Metric("seconds in shadow passes for calibration, since the start", "rank 0"),
+    "ledger/study_seconds": Metric("seconds in shadow passes for studies, since the start", "rank 0"),
+    "ledger/shadow_tokens": Metric("tokens through shadow passes, since the start", "all ranks"),
+    "ledger/shadow_share": Metric("ledger/shadow_seconds over the seconds of all steps", "rank 0"),
+    "calibration/alpha": Metric("share of A < 0 tokens that BF16 clips at the lower reference", _PAIRED),
+    "calibration/tail_tokens": Metric("those tokens", "sum"),
+    "calibration/lower_choice": Metric("L*, before smoothing", _PAIRED),
+    "calibration/upper_choice": Metric("H*, before smoothing", _PAIRED),
+    "calibration/lower_after": Metric("L from the next step on", _PAIRED),
+    "calibration/upper_after": Metric("H from the next step on", _PAIRED),
+    "calibration/lower_multiple": Metric("FP8 over BF16 clips of A < 0 tokens, both at the reference", _PAIRED),
+    "calibration/upper_multiple": Metric("FP8 over BF16 clips of A > 0 tokens, both at the reference", _PAIRED),
+    "calibration/balance_target": Metric("positive over negative update that survives BF16's clip", _PAIRED),
+    "calibration/balance_after": Metric("the same in FP8 at the new bounds", _PAIRED),
+    "calibration/lower_at_edge": Metric("1 when L* lies at the end of its grid", _PAIRED),
+    "calibration/upper_at_edge": Metric("1 when H* lies at the end of its grid", _PAIRED),
+    "calibration/lower_held": Metric("1 when L was held; calibration.jsonl says why", _PAIRED),
+    "calibration/upper_held": Metric("1 when H was held; calibration.jsonl says why", _PAIRED),
+    "calibration/bytes": Metric("bytes of the one all-reduce of a calibration", "constant in tokens"),
+    "clip_fp8/low": Metric("share of A < 0 tokens that FP8 clips at the bounds in force", _PAIRED),
+    "clip_fp8/high": Metric("share of A > 0 tokens that FP8 clips at the bounds in force", _PAIRED),
+    "clip_bf16/low": Metric("share of A < 0 tokens that BF16 clips at the reference", _PAIRED),
+    "clip_bf16/high": Metric("share of A > 0 tokens that BF16 clips at the reference", _PAIRED),
+    "overclip/low": Metric("clip_fp8/low over clip_bf16/low; 1 is no over-clipping", _PAIRED),
+    "overclip/high": Metric("clip_fp8/high over clip_bf16/high", _PAIRED),
+    "false_clip/low": Metric("P(FP8 clips | BF16 keeps), A < 0", _PAIRED),
+    "false_clip/high": Metric("P(FP8 clips | BF16 keeps), A > 0", _PAIRED),
+    "missed_clip/low": Metric("P(FP8 keeps | BF16 clips), A < 0", _PAIRED),
+    "missed_clip/high": Metric("P(FP8 keeps | BF16 clips), A > 0", _PAIRED),
+    "lost_penalty/mass": Metric("sum of w |A| r16 over A < 0 tokens that only FP8 clips", "sum"),
+    "lost_penalty/share": Metric("the same over all A < 0 tokens that BF16 keeps", _PAIRED),
+    "nmae/ratio": Metric("mean |r8 - r16| / mean r16", _PAIRED),
+    "nmae/probability": Metric("mean |p8 - p16| / mean p16", _PAIRED),
+    "nmae/amplification": Metric("nmae/ratio over nmae/probability", _PAIRED),
 }
 
 

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from megatron_calclip.algorithms.aggregation import loss_weights
 from megatron_calclip.algorithms.bounds import ClipBounds
+from megatron_calclip.algorithms.cispo import cispo_loss
 from megatron_calclip.algorithms.diagnostics import PolicyMetricSums, policy_metric_sums
+from megatron_calclip.algorithms.gspo import gspo_surrogate
 from megatron_calclip.algorithms.importance import ImportanceWeights, importance_weights
 from megatron_calclip.algorithms.kl import kl_penalty
-from megatron_calclip.algorithms.policy_loss import LossInputs, clipped_surrogate
+from megatron_calclip.algorithms.policy_loss import LossInputs, LossOutput, clipped_surrogate, oracle_surrogate
 from megatron_calclip.batch import Objective, ScoredTokens, TrainingBatch
 from megatron_calclip.config import AlgorithmConfig
 
@@ -95,19 +97,68 @@ def policy_tokens(
     )
 
 
-def policy_objective(tokens: PolicyTokens, bounds: ClipBounds, algorithm: AlgorithmConfig) -> Objective:
-    """The clipped surrogate with KL penalty and entropy bonus, as a function of one micro-batch's scored tokens.
+@dataclass(frozen=True)
+class MicroBatchRecord:
+    """What the policy loss leaves of one micro-batch (n scored tokens), on the learner's device, detached."""
+
+    metrics: PolicyMetricSums
+    index: Tensor
+    """int64 [n]: the tokens' places in the flat layout, on the CPU."""
+    ratio: Tensor
+    """float32 [n]: pi_theta / pi_old as the loss clipped it."""
+    log_probs: Tensor
+    """float32 [n]: log pi_theta."""
+    entropy: Tensor
+    """float32 [n] nats."""
+
+
+def _loss_output(
+    inputs: LossInputs,
+    bounds: ClipBounds,
+    algorithm: AlgorithmConfig,
+    *,
+    exact_on_policy: bool,
+    reference_ratio: Tensor | None,
+) -> LossOutput:
+    """The configured loss."""
+    if algorithm.loss == "gspo":
+        return gspo_surrogate(inputs, bounds, dual_clip=algorithm.clip.dual, exact_on_policy=exact_on_policy)
+    if algorithm.loss == "cispo":
+        return cispo_loss(inputs, bounds, exact_on_policy=exact_on_policy)
+    if algorithm.loss == "oracle":
+        assert reference_ratio is not None
+        return oracle_surrogate(
+            inputs, bounds, reference_ratio=reference_ratio, dual_clip=algorithm.clip.dual
+        )
+    # bapo is the clipped surrogate, too; its bounds are searched by the caller
+    return clipped_surrogate(
+        inputs, bounds, dual_clip=algorithm.clip.dual, exact_on_policy=exact_on_policy
+    )
+
+
+def policy_objective(
+    tokens: PolicyTokens,
+    bounds: ClipBounds,
+    algorithm: AlgorithmConfig,
+    *,
+    weights_unmoved: bool = False,
+    reference_ratio: Tensor | None = None,
+) -> Objective:
+    """The policy loss with KL penalty and entropy bonus, as a function of one micro-batch's scored tokens.
 
     Args:
         tokens: the step's inputs.
-        bounds: clip bounds in force during this step.
+        bounds: clip bounds in force during this update.
         algorithm: settings of the loss.
+        weights_unmoved: whether the weights are still those of pi_old (the step's first update).
+        reference_ratio: [T] BF16 ratios, for the oracle.
 
     Returns:
-        a function to (share of the loss, `PolicyMetricSums`).
+        a function to (share of the loss, `MicroBatchRecord`).
     """
+    exact_on_policy = algorithm.exact_on_policy and weights_unmoved
 
-    def objective(scored: ScoredTokens) -> tuple[Tensor, PolicyMetricSums]:
+    def objective(scored: ScoredTokens) -> tuple[Tensor, MicroBatchRecord]:
         device = scored.log_probs.device
 
         def pick(values: Tensor) -> Tensor:
@@ -123,7 +174,13 @@ def policy_objective(tokens: PolicyTokens, bounds: ClipBounds, algorithm: Algori
             sequence_ids=pick(tokens.sequence_ids),
             num_sequences=tokens.num_sequences,
         )
-        output = clipped_surrogate(inputs, bounds, dual_clip=algorithm.clip.dual)
+        output = _loss_output(
+            inputs,
+            bounds,
+            algorithm,
+            exact_on_policy=exact_on_policy,
+            reference_ratio=None if reference_ratio is None else pick(reference_ratio),
+        )
         token_loss = output.token_loss
         if tokens.reference_log_probs is not None:
             penalty = kl_penalty(
@@ -139,7 +196,14 @@ def policy_objective(tokens: PolicyTokens, bounds: ClipBounds, algorithm: Algori
             sampler_log_probs=pick(tokens.sampler_log_probs),
             importance=ImportanceWeights(inputs.importance_weights, pick(tokens.importance.truncated)),
         )
-        return (token_loss * pick(tokens.loss_weights)).sum(), metrics
+        record = MicroBatchRecord(
+            metrics=metrics,
+            index=scored.index,
+            ratio=output.ratio,
+            log_probs=scored.log_probs.detach(),
+            entropy=scored.entropy.detach(),
+        )
+        return (token_loss * pick(tokens.loss_weights)).sum(), record
 
     return objective
 

@@ -16,9 +16,12 @@ import torch
 
 import megatron_calclip
 from megatron_calclip.algorithms.advantages import degenerate_groups, group_advantages
+from megatron_calclip.algorithms.bapo import BAPOSettings, contribution_sums, search_bounds
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.diagnostics import PolicyMetricSums
+from megatron_calclip.algorithms.ratio import bounded_exp
 from megatron_calclip.batch import Prompt, SamplingParams, TrainingBatch, Trajectories
+from megatron_calclip.calibrating import CalibrationLoop
 from megatron_calclip.config import Config, config_to_dict
 from megatron_calclip.data import eval_prompts, train_stream
 from megatron_calclip.hf import load_hf_config, load_tokenizer
@@ -28,7 +31,7 @@ from megatron_calclip.learner.model import DTYPES
 from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.metrics import Stopwatch
-from megatron_calclip.objective import policy_objective, policy_tokens
+from megatron_calclip.objective import PolicyTokens, policy_objective, policy_tokens
 from megatron_calclip.rewards import load_reward
 from megatron_calclip.rollout.collect import collect
 from megatron_calclip.rollout.local import LocalEngine
@@ -73,7 +76,6 @@ class Trainer:
         self.prompts.take(0, 1)  # an unusable data set shows now, not after minutes of loading
         self.held_out = eval_prompts(config, self.tokenizer)
         self.reward = load_reward(config.reward)
-        self.bounds = ClipBounds(config.algorithm.clip.lower, config.algorithm.clip.upper)
         resume_from = checkpoint.find(self.run_dir, config.checkpoint.resume)
         self.step = checkpoint.read_state(resume_from)["step"] if resume_from else 0
         self.tracker = Tracker(config, active=runtime.rank == 0, first_step=self.step)
@@ -90,8 +92,9 @@ class Trainer:
             min_lr=config.schedule.min_lr,
         )
         self.reference = ReferencePolicy(self.learner, self.run_dir) if config.algorithm.kl.coefficient else None
+        self.calibration = CalibrationLoop(config, self.learner, self.tracker.say)
         if resume_from is not None:
-            checkpoint.load(resume_from, self.learner)
+            self.calibration.load_state_dict(*checkpoint.load(resume_from, self.learner))
             self.tracker.say(f"resumed from {resume_from} after step {self.step}")
         self.engine = LocalEngine(
             self.hf_config,
@@ -131,17 +134,20 @@ class Trainer:
         batch = self.with_advantages(trajectories, rewards)
         with watch.stage("log_probs"):
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
+            if self.step == 0:
+                self.learner.warm_up(prepared)
             batch = batch.with_log_probs(old_log_probs=self.learner.log_probs(prepared).log_probs)
             if self.reference is not None:
                 batch = batch.with_log_probs(reference_log_probs=self.reference.log_probs(prepared))
         with watch.stage("update"):
             self.learner.begin_step()
-            updates = self.update(prepared, batch)
+            bounds = self.calibration.bounds
+            updates, measured = self.update(prepared, batch, bounds)
         self.step += 1
         with watch.stage("sync"):
             self.sync_weights()
         self.log_samples(prompts, batch, texts)
-        row = self.metrics(batch, updates)
+        row = self.metrics(batch, updates, bounds) | measured
         if self.held_out and self.due(self.config.eval.every):
             with watch.stage("eval"):
                 row |= self.evaluate()
@@ -150,7 +156,8 @@ class Trainer:
                 self.save()
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]
-        return {"step": self.step, **row, **timing}
+        self.calibration.ledger.run_seconds += timing["timing/step"]
+        return {"step": self.step, **row, **self.calibration.ledger.row(), **timing}
 
     # The stages, in order.
 
@@ -205,24 +212,66 @@ class Trainer:
         per_token = advantages[trajectories.sequence_ids] * trajectories.response_mask
         return TrainingBatch(trajectories, rewards, per_token)
 
-    def update(self, prepared: PreparedBatch, batch: TrainingBatch) -> list[UpdateResult]:
-        """`num_epochs` passes of `num_minibatches` optimizer steps."""
-        algorithm = self.config.algorithm
+    def update(
+        self, prepared: PreparedBatch, batch: TrainingBatch, bounds: ClipBounds
+    ) -> tuple[list[UpdateResult], dict[str, float]]:
+        """`num_epochs` passes of `num_minibatches` optimizer steps, with shadow passes where the step is measured.
+
+        Returns:
+            the updates, and what a measured step adds to the metrics.
+        """
+        algorithm, calibration = self.config.algorithm, self.calibration
         minibatches = [prepared.plan.sequences(index) for index in range(algorithm.num_minibatches)]
         tokens = policy_tokens(batch, minibatches, algorithm, self.config.rollout.max_new_tokens)
-        objective = policy_objective(tokens, self.bounds, algorithm)
+        measurement = calibration.begin(self.step + 1, prepared, tokens, batch.trajectories)
         results: list[UpdateResult] = []
         for epoch in range(algorithm.num_epochs):
             order = list(range(algorithm.num_minibatches))
             if epoch > 0:  # the same micro-batches in another order
                 random.Random(f"{self.config.train.seed}:{self.step}:{epoch}").shuffle(order)
             for index in order:
-                results.append(
-                    self.learner.update(prepared, index, objective, entropy_grad=algorithm.entropy_bonus > 0)
+                unmoved = not results
+                if measurement is not None:
+                    calibration.before_update(measurement, index, weights_unmoved=unmoved)
+                if algorithm.loss == "bapo":
+                    bounds = self.bapo_bounds(prepared, index, tokens)
+                oracle = measurement is not None and algorithm.loss == "oracle"
+                objective = policy_objective(
+                    tokens,
+                    bounds,
+                    algorithm,
+                    weights_unmoved=unmoved,
+                    reference_ratio=measurement.ratio16() if oracle else None,  # type: ignore[union-attr]
                 )
-                if len(results) == 1:
-                    check_on_policy(results[0])
-        return results
+                result = self.learner.update(
+                    prepared, index, objective, entropy_grad=algorithm.entropy_bonus > 0
+                )
+                if unmoved and not self.skips_on_policy_check:
+                    check_on_policy(result)
+                if measurement is not None:
+                    calibration.after_update(measurement, index, result, weights_unmoved=unmoved, bounds=bounds)
+                results.append(result)
+        return results, calibration.finish(measurement) if measurement is not None else {}
+
+    @property
+    def skips_on_policy_check(self) -> bool:
+        """Delayed scaling's scales move from pass to pass, so its ratios are near 1, not at 1."""
+        return self.config.precision.recipe == "tensorwise_delayed"
+
+    def bapo_bounds(self, prepared: PreparedBatch, minibatch: int, tokens: PolicyTokens) -> ClipBounds:
+        """BAPO's bounds for one update, from a forward pass over its mini-batch."""
+        settings = BAPOSettings()
+        log_probs = self.learner.log_probs(prepared, minibatch=minibatch).log_probs
+        index = torch.cat([micro.index for micro in prepared.minibatches[minibatch]])
+        sums = contribution_sums(
+            bounded_exp(log_probs[index] - tokens.old_log_probs[index]),
+            tokens.advantages[index],
+            tokens.importance.weights[index] * tokens.loss_weights[index],
+            torch.ones_like(index, dtype=torch.bool),
+            settings=settings,
+        )
+        own = sums if self.runtime.reports_tokens else torch.zeros_like(sums)
+        return search_bounds(self.runtime.sum_over_world(own).cpu(), settings=settings)
 
     def sync_weights(self) -> None:
         """Hand the learner's weights to the rollout engine."""
@@ -248,7 +297,9 @@ class Trainer:
         """Whether something done every so many steps, and at the end, is due after the present step."""
         return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
 
-    def metrics(self, batch: TrainingBatch, updates: list[UpdateResult]) -> dict[str, float]:
+    def metrics(
+        self, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds
+    ) -> dict[str, float]:
         """The step's metrics, reduced over ranks; see `metrics.METRICS`."""
         trajectories, rewards = batch.trajectories, batch.rewards
         lengths = trajectories.response_lengths.float()
@@ -262,16 +313,16 @@ class Trainer:
             "lr": self.learner.lr,
             "updates/applied": sum(result.applied for result in updates),
             "updates/skipped": sum(not result.applied for result in updates),
-            "clip/lower": self.bounds.lower,
-            "clip/upper": self.bounds.upper,
+            "clip/lower": bounds.lower,
+            "clip/upper": bounds.upper,
         }
         total = PolicyMetricSums.empty()
         loss = torch.zeros((), dtype=torch.float64)
         if self.runtime.reports_tokens:
             loss = torch.stack([result.loss for result in updates]).mean()
             for result in updates:
-                for sums in result.extras:
-                    total = total.merge(sums.cpu())
+                for record in result.extras:
+                    total = total.merge(record.metrics.cpu())
         sums, minima, maxima = total.pack()
         row["loss"] = float(self.runtime.sum_over_world(loss))
         reduced = PolicyMetricSums(
@@ -300,13 +351,15 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint after the present step."""
-        state = {"config": config_to_dict(self.config), "version": megatron_calclip.__version__}
+        state, tensors = self.calibration.state_dict()
+        state |= {"config": config_to_dict(self.config), "version": megatron_calclip.__version__}
         checkpoint.save(
             self.run_dir,
             self.step,
             self.learner,
             tokenizer=self.tokenizer,
             state=state,
+            tensors=tensors,
             keep=self.config.checkpoint.keep,
         )
 
@@ -319,7 +372,15 @@ class Trainer:
                 rows[title] = f"{row['eval/score']:.3f} +- {row['eval/stderr']:.3f} (step {int(row['step'])})"
         if "reward/mean" in last:
             rows["reward, last step"] = f"{last['reward/mean']:.3f}"
-            rows["clip bounds"] = f"[{last['clip/lower']:.2f}, {last['clip/upper']:.2f}]"
+            bounds = self.calibration.bounds
+            rows["clip bounds, now"] = f"[{bounds.lower:.2f}, {bounds.upper:.2f}]"
+            if self.config.calibration.enabled:
+                ledger = self.calibration.ledger
+                share = ledger.row()["ledger/shadow_share"]
+                rows["calibration"] = (
+                    f"{ledger.shadow_seconds:.1f} s in shadow passes ({share:.1%} of the steps), "
+                    f"{ledger.shadow_tokens:,} tokens"
+                )
         rows["metrics"] = str(self.run_dir / "metrics.jsonl")
         rows["checkpoint"] = str(self.run_dir / f"step_{self.step}")
         self.tracker.summary(rows)
@@ -332,7 +393,8 @@ def check_on_policy(result: UpdateResult) -> None:
         AssertionError: when they are not, which means that pi_old was computed over other micro-batches, at other weights or
             by kernels that do not repeat; every clip statistic of the run would be wrong.
     """
-    for sums in result.extras:
+    for record in result.extras:
+        sums = record.metrics
         if sums.num_tokens:
             low, high = float(sums.minima[0]), float(sums.maxima[0])
             assert 1 - ON_POLICY_TOLERANCE <= low <= high <= 1 + ON_POLICY_TOLERANCE, (

@@ -91,6 +91,11 @@ class OverclipSums:
     sums: Tensor
     """float64 [len(SUM_NAMES)]; add over micro-batches, and over ranks with a SUM all-reduce."""
 
+    @classmethod
+    def empty(cls) -> Self:
+        """The sums of no tokens: what `merge` leaves unchanged."""
+        return cls(torch.zeros(len(SUM_NAMES), dtype=torch.float64))
+
     def merge(self, other: Self) -> "OverclipSums":
         """Both together, as if computed on the union of the tokens."""
         return OverclipSums(self.sums + other.sums)

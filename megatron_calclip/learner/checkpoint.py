@@ -6,7 +6,8 @@ a folder under its final name is whole. It holds
     step_20/megatron/     model, FP32 masters and optimizer state (torch's distributed format; its `.metadata` is a pickle, so
                           load only checkpoints that you trust)
     step_20/hf/           config.json and tokenizer of the policy, for conversion
-    step_20/state.json    everything else: step, policy version, learning-rate schedule, configuration
+    step_20/state.json    everything else: step, policy version, learning-rate schedule, calibrator, configuration
+    step_20/state.safetensors   tensors of the same (the calibrator's pool)
 
 Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with below:
 a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one `step` tensor,
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.learner.learner import Learner
@@ -125,7 +128,16 @@ def load_model(folder: Path, learner: Learner) -> None:
         chunk.module.load_state_dict(loaded[f"model{index}"])
 
 
-def save(run_dir: Path, step: int, learner: Learner, *, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
+def save(
+    run_dir: Path,
+    step: int,
+    learner: Learner,
+    *,
+    tokenizer: Any,
+    state: dict[str, Any],
+    tensors: dict[str, Tensor],
+    keep: int,
+) -> Path:
     """Write `run_dir/step_<step>` and name it in the tracker; collective.
 
     Args:
@@ -134,6 +146,7 @@ def save(run_dir: Path, step: int, learner: Learner, *, tokenizer: Any, state: d
         learner: what is saved.
         tokenizer: saved beside the weights.
         state: JSON values of the caller (the same on all ranks), returned by `load`.
+        tensors: CPU tensors of the caller (the same on all ranks), returned by `load`.
         keep: newest checkpoints that stay.
 
     Raises:
@@ -153,6 +166,7 @@ def save(run_dir: Path, step: int, learner: Learner, *, tokenizer: Any, state: d
     def complete() -> None:
         learner.hf_config.save_pretrained(aside / "hf")
         tokenizer.save_pretrained(aside / "hf")
+        save_file(tensors, aside / "state.safetensors")
         _write_json(aside / "state.json", {**state, "step": step, "scheduler": learner.scheduler.state_dict()})
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
@@ -217,11 +231,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(folder: Path, learner: Learner) -> dict[str, Any]:
+def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load weights, masters, optimizer and schedule into a learner of any layout; collective.
 
     Returns:
-        what `save` was given as `state`, with `step`.
+        what `save` was given as `state` (with `step`) and as `tensors`.
     """
     loaded = dist_checkpointing.load(_sharded_state(learner, loading=True), str(folder / "megatron"))
     for index, chunk in enumerate(learner.chunks):
@@ -231,4 +245,4 @@ def load(folder: Path, learner: Learner) -> dict[str, Any]:
     learner.refresh_fp8_params()
     state = read_state(folder)
     learner.scheduler.load_state_dict(state["scheduler"])
-    return state
+    return state, load_file(folder / "state.safetensors")

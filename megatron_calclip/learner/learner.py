@@ -169,9 +169,12 @@ class Learner:
             tokens_per_microbatch=self.config.train.tokens_per_microbatch,
             microbatch_multiple=p.pp if p.vpp else 1,
         )
+        return self.pack_plan(trajectories, plan)
+
+    def pack_plan(self, trajectories: Trajectories, plan: StepPlan) -> PreparedBatch:
+        """Pack this rank's share of a plan (for a part of a prepared batch, see `StepPlan.only`)."""
         minibatches = [
-            self._pack(plan.of_rank(index, self.runtime.dp_rank), trajectories)
-            for index in range(num_minibatches)
+            self._pack(minibatch[self.runtime.dp_rank], trajectories) for minibatch in plan.minibatches
         ]
         return PreparedBatch(trajectories.tokens.numel(), plan, tuple(minibatches))
 

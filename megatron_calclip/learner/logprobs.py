@@ -51,7 +51,7 @@ CUDA_LINEAR_TILE = (4096, 8192)
 
 # Maximum of a shard without columns. Finite, so that its difference to a real maximum times an empty sum is 0
 # and not NaN.
-NOTHING_READ = -1e30
+EMPTY_MAXIMUM = -1e30
 
 
 def token_log_probs(
@@ -275,18 +275,18 @@ class _TileReduction:
     """Reduces each tile of the local shard by itself, then merges them; no tile waits for the one before."""
 
     def __init__(self, spec: _Spec, num_rows: int, device: torch.device) -> None:
-        self.spec = spec
+        self._spec = spec
         self._buffers = spec.work_buffers(device)
         # With x = (logit - maximum) / temperature in a tile: the maximum, the sum of exp(x), and the sum of
         # exp(x) x, which stays 0 where no entropy is asked for. Types are explicit, as model code may have
         # set a default type of BF16. A shard of padding only has a tile too: it takes part in the exchange.
         num_tiles = max(len(spec.column_tiles()), 1)
         self._partials = torch.zeros(num_tiles, 3, num_rows, dtype=torch.float32, device=device)
-        self._partials[:, 0] = NOTHING_READ
+        self._partials[:, 0] = EMPTY_MAXIMUM
 
     def add(self, logits: Tensor, rows: slice, tile: int) -> None:
         """Reduce `logits`, the given rows of the given column tile."""
-        step = self.spec.chunk_rows
+        step = self._spec.chunk_rows
         buffers = _view(self._buffers, min(step, len(logits)), logits.shape[1])
         partials = self._partials[tile, :, rows].split(step, dim=1)
         for values, (maximum, sum_exp, weighted) in zip(logits.split(step), partials, strict=True):
@@ -295,10 +295,10 @@ class _TileReduction:
                 # Faster than reducing BF16: all later passes find FP32 values in the cache.
                 values = shifted.copy_(values)
             torch.amax(values, -1, out=maximum)
-            _shift(values, maximum.unsqueeze(1), self.spec, out=shifted)
+            _shift(values, maximum.unsqueeze(1), self._spec, out=shifted)
             torch.exp(shifted, out=weights)
             torch.sum(weights, -1, out=sum_exp)
-            if self.spec.with_entropy:
+            if self._spec.with_entropy:
                 # Not a dot product: `sum` adds in a tree, a BLAS dot of 152k FP32 terms is off by up to 1e-3.
                 torch.sum(weights.mul_(shifted), -1, out=weighted)
 
@@ -310,16 +310,16 @@ class _TileReduction:
         """
         maxima, sums_exp, sums_weighted = self._partials.unbind(1)
         maximum = maxima.amax(0)
-        if self.spec.group is not None:
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.spec.group)
-        shift = (maxima - maximum) * self.spec.inverse_temperature
+        if self._spec.group is not None:
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self._spec.group)
+        shift = (maxima - maximum) * self._spec.inverse_temperature
         scale = shift.exp()
         sum_exp = (scale * sums_exp).sum(0)
         weighted = (scale * (sums_weighted + shift * sums_exp)).sum(0)
-        target = torch.where(owned, (target_logits - maximum) * self.spec.inverse_temperature, 0.0)
+        target = torch.where(owned, (target_logits - maximum) * self._spec.inverse_temperature, 0.0)
         totals = torch.stack([sum_exp, weighted, target])
-        if self.spec.group is not None:
-            dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=self.spec.group)
+        if self._spec.group is not None:
+            dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=self._spec.group)
         sum_exp, weighted, target = totals
         log_sum = sum_exp.log()
         return target - log_sum, log_sum - weighted / sum_exp, maximum, log_sum
@@ -334,20 +334,20 @@ class _TileGradient:
     """
 
     def __init__(self, ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> None:
-        self.spec: _Spec = ctx.spec
+        self._spec: _Spec = ctx.spec
         targets, maximum, log_sum, entropy = ctx.saved_tensors[-4:]
-        self._local_targets = targets - self.spec.first_id
-        self._buffers = self.spec.work_buffers(targets.device)
+        self._local_targets = targets - self._spec.first_id
+        self._buffers = self._spec.work_buffers(targets.device)
         g = torch.zeros_like(maximum) if grad_log_probs is None else grad_log_probs
         h = torch.zeros_like(maximum) if grad_entropy is None else grad_entropy
         self._has_slope = grad_entropy is not None
-        scale = (-self.spec.inverse_temperature) * (-log_sum).exp()
+        scale = (-self._spec.inverse_temperature) * (-log_sum).exp()
         constant = scale * (g + h * (entropy - log_sum))
-        self._row_terms = torch.stack([maximum, constant, scale * h, g * self.spec.inverse_temperature])
+        self._row_terms = torch.stack([maximum, constant, scale * h, g * self._spec.inverse_temperature])
 
     def write(self, logits: Tensor, rows: slice, columns: slice, *, out: Tensor) -> None:
         """Write the gradient of one tile of logits to `out`, which may be `logits`."""
-        step = self.spec.chunk_rows
+        step = self._spec.chunk_rows
         buffers = _view(self._buffers, min(step, len(logits)), logits.shape[1])
         row_terms = self._row_terms[:, rows].unsqueeze(-1).split(step, dim=1)
         local_targets = (self._local_targets[rows] - columns.start).split(step)
@@ -356,7 +356,7 @@ class _TileGradient:
             shifted, weights = buffers[:, : len(values)]
             if values.dtype != torch.float32:
                 values = shifted.copy_(values)
-            _shift(values, maximum, self.spec, out=shifted)
+            _shift(values, maximum, self._spec, out=shifted)
             torch.exp(shifted, out=weights)
             weights.mul_(shifted.mul_(slope).add_(constant) if self._has_slope else constant)
             column, inside = _locate(targets, logits.shape[1])

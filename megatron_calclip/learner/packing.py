@@ -42,6 +42,18 @@ class StepPlan:
         """Micro-batches of one data-parallel rank in one mini-batch."""
         return self.minibatches[minibatch][dp_rank]
 
+    def only(self, keep: Sequence[bool]) -> StepPlan:
+        """The same plan without the sequences that are not kept; micro-batches stay, if need be empty."""
+
+        def kept(micro: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(i for i in micro if keep[i])
+
+        return StepPlan(
+            tuple(
+                tuple(tuple(kept(micro) for micro in rank) for rank in minibatch) for minibatch in self.minibatches
+            )
+        )
+
     def sequences(self, minibatch: int) -> list[int]:
         """Indices of all sequences of a mini-batch, ascending."""
         return sorted(i for rank in self.minibatches[minibatch] for micro in rank for i in micro)

@@ -43,6 +43,9 @@ from megatron_calclip.precision.recipes import Recipe
 
 Backend = Literal["emulated", "scaled_mm"]
 
+# cuBLAS multiplies FP8 only along contracted dimensions that are multiples of this.
+_SCALED_MM_MULTIPLE = 16
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -57,6 +60,10 @@ class Operand:
         """The same codes for a GEMM over the other dimension; needs one scale for all."""
         assert self.scale is None or self.scale.numel() == 1
         return replace(self, values=self.values.t())
+
+    def times(self, factor: Tensor) -> Operand:
+        """The values times powers of two that broadcast to them: exact, in the values' own dtype."""
+        return replace(self, values=self.values * factor.to(self.values.dtype))
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a.float(), b.float().t())
 
 
+def _padded(codes: Tensor) -> Tensor:
+    """FP8 codes, contiguous, with zeros up to the next multiple that cuBLAS takes: a batch may have any number of tokens."""
+    missing = -codes.shape[-1] % _SCALED_MM_MULTIPLE
+    return nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype).contiguous()
+
+
 def _is_scalar(operand: Operand) -> bool:
     return operand.scale is not None and operand.scale.numel() == 1
 
@@ -104,8 +117,8 @@ def gemm(a: Operand, b: Operand, *, dtype: torch.dtype, backend: Backend) -> Ten
         assert a.scale is not None and b.scale is not None
         # cuBLAS wants the second operand column-major, and FP8 outputs of row-wise scales in BF16.
         return torch._scaled_mm(
-            a.values.contiguous(),
-            b.values.contiguous().t(),
+            _padded(a.values),
+            _padded(b.values).t(),
             scale_a=a.scale,
             scale_b=b.scale.t(),
             out_dtype=torch.bfloat16,
@@ -208,7 +221,7 @@ class Fp8Gemms(nn.Module):
         scaling = self.scaling(kind)
         last = self.operand(x, scaling, dtype, dim=-1, sharded=self._reducible(-1, sharded_dim))
         if self.recipe.per_tensor or (kind == "weight" and isinstance(scaling, BlockScaling)):
-            return last, replace(last, values=last.values.t())
+            return last, last.transposed()
         return last, self.operand(x, scaling, dtype, dim=0, sharded=self._reducible(0, sharded_dim))
 
     def quantize_weight(self, weight: Tensor) -> WeightCodes:
@@ -216,12 +229,9 @@ class Fp8Gemms(nn.Module):
         sharded_dim = -1 if self.input_sharded else 0 if self.output_sharded else None
         if self.channel_outlier is None:
             return WeightCodes(*self._pair(weight, "weight", E4M3, sharded_dim))
-        factor = self.channel_outlier.to(weight.dtype)
-        forward, backward = self._pair(weight / factor, "weight", E4M3, sharded_dim)
-        return WeightCodes(
-            replace(forward, values=forward.values * factor),
-            replace(backward, values=backward.values * factor[:, None]),
-        )
+        factor = self.channel_outlier
+        forward, backward = self._pair(weight / factor.to(weight.dtype), "weight", E4M3, sharded_dim)
+        return WeightCodes(forward.times(factor), backward.times(factor[:, None]))
 
     def quantize_input(self, x: Tensor, first_tokens: Tensor | None = None) -> tuple[Operand, Operand]:
         """Both copies of an input [M, K]: along K for the forward GEMM, along M for the weight's gradient.
@@ -237,10 +247,7 @@ class Fp8Gemms(nn.Module):
         if factor is None:
             return self._pair(x, "input", E4M3, sharded_dim)
         along_inputs, along_tokens = self._pair(x * factor, "input", E4M3, sharded_dim)
-        return (
-            replace(along_inputs, values=along_inputs.values / factor),
-            replace(along_tokens, values=along_tokens.values / factor.t()),
-        )
+        return along_inputs.times(1 / factor), along_tokens.times(1 / factor.t())
 
     def dial_channel(self, channel: int, num_inputs: int, *, device: torch.device) -> None:
         """Multiply one input channel by the recipe's `channel_outlier`, for the quantiser alone."""
@@ -267,7 +274,7 @@ class Fp8Gemms(nn.Module):
             [..., N] in the dtype of x.
         """
         y: Tensor = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, self, codes, first_tokens)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Fp8Linear(torch.autograd.Function):

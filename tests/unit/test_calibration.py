@@ -311,14 +311,17 @@ def test_rule_1_few_tail_tokens_hold_then_pool():
     first = calibrate(calibrator, *tokens_with_tail(5), step=20)
     assert (first.lower.status, first.num_pooled, first.num_tail_tokens) == ("held", 1, 5)
     assert "lower bound held at 0.7: 5 BF16 tail tokens in 1 calibration(s) are fewer than 8" in log_of(first)
-    # 5 + 5 are enough; 200 + 200 tokens with A < 0.
-    second = calibrate(calibrator, *tokens_with_tail(5), step=40)
-    assert (second.lower.status, second.num_pooled, second.num_tail_tokens) == ("moved", 2, 10)
+    # 3 + 5 are just enough; 200 + 200 tokens with A < 0.
+    second = calibrate(calibrator, *tokens_with_tail(3), step=40)
+    assert (second.lower.status, second.num_pooled, second.num_tail_tokens) == ("moved", 2, 8)
     assert second.num_negative == 400
     assert "in 2 calibrations" in log_of(second)
+    # The newest is pooled first: 5 + 3, not 5 + 5.
+    third = calibrate(calibrator, *tokens_with_tail(5), step=60)
+    assert (third.num_pooled, third.num_tail_tokens) == (2, 8)
     # A sufficient tail pools nothing, and nothing is pooled beyond the limit.
-    assert calibrate(calibrator, *tokens_with_tail(9), step=60).num_pooled == 1
-    for step in range(80, 180, 20):
+    assert calibrate(calibrator, *tokens_with_tail(8), step=80).num_pooled == 1
+    for step in range(100, 200, 20):
         last = calibrate(calibrator, *tokens_with_tail(1), step=step)
     assert (last.num_pooled, last.num_tail_tokens, last.lower.status) == (4, 4, "held")
 
@@ -362,6 +365,19 @@ def test_rule_3_unsolvable_or_flat_balance_holds_the_upper_bound():
     assert "the balance varies by only 0.00% over the grid" in log_of(flat)
     paper = calibrate(ClipCalibrator(CalibrationSettings.paper()), ratio8, ratio16.clamp(max=1.1), advantages)
     assert paper.upper.after == 1.8
+
+
+@pytest.mark.parametrize("preset", [CalibrationSettings.paper, CalibrationSettings.robust])
+def test_rule_3_a_balance_without_negative_update_is_undefined(preset):
+    # L = 0.6 clips all of FP8's A < 0 tokens, and BF16 has no tail that would move it.
+    report = calibrate(
+        ClipCalibrator(preset()), [0.5, 0.5, 1.0, 1.3], [1.0, 1.0, 1.0, 1.3], [-1.0, -1.0, 1.0, 1.0]
+    )
+    assert report.upper.reason == "no solution, no token with A < 0 survives the lower bound"
+    assert (report.upper.status, report.upper.after) == ("held", 1.8)
+    assert report.balance_range is None
+    assert report.balance_before is None
+    assert report.balance_target == 0.5
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,13 @@ def test_plan(lengths: list[int], num_minibatches: int, dp_size: int, budget: in
         assert max(loads) - min(loads) <= max(lengths)
 
 
+def test_only_keeps_the_plan() -> None:
+    # The plan of `test_plan_by_hand` without sequences 1, 2 and 7: empty micro-batches stay.
+    plan = plan_step([6, 5, 4, 3, 1, 1, 1, 1], num_minibatches=2, dp_size=2, tokens_per_microbatch=9)
+    keep = [True, False, False, True, True, True, True, False]
+    assert plan.only(keep).minibatches == ((((0, 3),), ((),)), (((4, 6),), ((5,),)))
+
+
 # pack
 
 

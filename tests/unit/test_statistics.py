@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megatron_calclip.algorithms.histograms as histograms
@@ -121,7 +121,12 @@ def float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
+OUTLIER = (4.8e8, 75.0, -2.0, 2.0, 1.0, True, 0)
+
+
 @settings(max_examples=50, deadline=None)
+@example([OUTLIER, (1.0, 4.8e8, 1.5, 2.0, 1.0, True, 1)], None, True, 37.0)
+@example([OUTLIER], 2.0, True, 1.0)
 @given(
     st.lists(token, min_size=1, max_size=25),
     st.sampled_from([None, 2.0]),

@@ -1,0 +1,392 @@
+"""Calibrated clipping inside the loop: shadow passes, paired ratios, statistics, new bounds, instruments, ledger.
+
+On a measured step the BF16 shadow runs twice over the tokens: once before the first update (pi_old), and once mini-batch by
+mini-batch right before each update (pi_theta), at the very weights whose FP8 ratios that update clips. The first mini-batch
+needs no second pass: its weights have not moved, so its BF16 ratio is 1. FP8 ratios are those that the training forward
+computed; there is no extra FP8 pass.
+
+All ranks take part in the shadow passes; the ranks that report tokens add them up, and one all-reduce of a few kilobytes makes
+the statistics global, so that every rank derives the same bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_calclip.algorithms.bootstrap import sample_sequences
+from megatron_calclip.algorithms.bounds import ClipBounds
+from megatron_calclip.algorithms.calibration import CalibrationReport, CalibrationSettings, ClipCalibrator
+from megatron_calclip.algorithms.gspo import sequence_log_ratio
+from megatron_calclip.algorithms.overclip import (
+    ENTROPY_EDGES,
+    LENGTH_EDGES,
+    PROBABILITY_EDGES,
+    OverclipSums,
+    PairedRatios,
+    attribution_sums,
+    attribution_table,
+    overclip_sums,
+    response_lengths,
+    response_positions,
+)
+from megatron_calclip.algorithms.replay import CalibrationDump
+from megatron_calclip.algorithms.statistics import RatioStatistics
+from megatron_calclip.batch import Trajectories
+from megatron_calclip.config import Config
+from megatron_calclip.errors import UserError
+from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
+from megatron_calclip.objective import PolicyTokens
+
+ATTRIBUTIONS = {
+    "entropy": ENTROPY_EDGES,
+    "probability": PROBABILITY_EDGES,
+    "position": LENGTH_EDGES,
+    "length": LENGTH_EDGES,
+}
+
+
+def settings_of(config: Config) -> CalibrationSettings:
+    """The preset for this algorithm with what the configuration changes.
+
+    Raises:
+        UserError: for values that do not go together.
+    """
+    c, a = config.calibration, config.algorithm
+    plain = (
+        "schedule interval start_step grid_lower grid_upper delta_lower delta_upper minibatches token_fraction balance "
+        "balance_ratio_cap weighting min_tail_tokens pool sequence_grid_width"
+    )
+    changes: dict[str, Any] = {name: getattr(c, name) for name in plain.split() if getattr(c, name) is not None}
+    changes |= {name: ClipBounds(*getattr(c, name)) for name in ("start", "reference") if getattr(c, name) is not None}
+    algorithm = "gspo" if a.loss == "gspo" else "dapo" if a.aggregation == "token_mean" else "grpo"
+    preset = CalibrationSettings.paper if c.preset == "paper" else CalibrationSettings.robust
+    try:
+        return preset(algorithm, **changes)
+    except ValueError as error:
+        where, _, problem = str(error).partition(": ")
+        raise UserError(where, problem) from None
+
+
+@dataclass
+class Ledger:
+    """What calibration has cost so far, on rank 0's clock."""
+
+    shadow_seconds: float = 0.0
+    """Shadow passes that a calibration needed."""
+    study_seconds: float = 0.0
+    """Shadow passes for measurement alone (`calibration.measure: every_step`, the oracle)."""
+    shadow_tokens: int = 0
+    """Tokens (prompts included) through shadow passes of either kind, over all ranks."""
+    run_seconds: float = 0.0
+    """Whole training steps, everything included."""
+
+    def row(self) -> dict[str, float]:
+        """Metrics."""
+        return {
+            "ledger/shadow_seconds": self.shadow_seconds,
+            "ledger/study_seconds": self.study_seconds,
+            "ledger/shadow_tokens": self.shadow_tokens,
+            "ledger/shadow_share": self.shadow_seconds / self.run_seconds if self.run_seconds else 0.0,
+        }
+
+
+@dataclass
+class Measurement:
+    """The paired ratios of one step, filled mini-batch by mini-batch; flat [T] on the CPU, zero where not measured."""
+
+    step: int
+    """Counted from 1."""
+    prepared: PreparedBatch
+    tokens: PolicyTokens
+    trajectories: Trajectories
+    statistics: RatioStatistics
+    """Edges of the present bounds."""
+    calibrates: bool
+    """Whether new bounds follow, or the step is measured for a study alone."""
+    measured: Tensor
+    """bool [N]: sequences that shadow passes run on."""
+    minibatches: tuple[int, ...]
+    """Mini-batches that are measured."""
+    shadow_old: Tensor
+    """float32 [T]: log pi_old^16."""
+    shadow_new: Tensor
+    """float32 [T]: log pi_theta^16, at each token's own update."""
+    overclip: OverclipSums
+    attribution: dict[str, Tensor]
+    dumps: list[CalibrationDump] = field(default_factory=list)
+
+    def ratio16(self) -> Tensor:
+        """float32 [T]: exp(shadow_new - shadow_old)."""
+        return (self.shadow_new - self.shadow_old).exp()
+
+
+class CalibrationLoop:
+    """The calibrator of a run with its shadow passes.
+
+    Args:
+        config: the run's configuration.
+        learner: what is measured.
+        say: prints a line in the terminal.
+    """
+
+    def __init__(self, config: Config, learner: Learner, say: Callable[[str], None]) -> None:
+        self.config, self.learner, self.say = config, learner, say
+        self.settings = settings_of(config)
+        self.calibrator = ClipCalibrator(self.settings)
+        self.ledger = Ledger()
+        self.run_dir = Path(config.run_dir)
+        if config.calibration.enabled:
+            for line in self.calibrator.describe():
+                say(f"calibration: {line}")
+            updates = config.algorithm.num_minibatches * config.algorithm.num_epochs
+            if updates == 1:
+                say(
+                    "calibration: NO-OP: with one update per rollout every ratio is 1, nothing is clipped and nothing can be "
+                    "calibrated; raise algorithm.num_minibatches or num_epochs"
+                )
+
+    @property
+    def bounds(self) -> ClipBounds:
+        """Clip bounds for the next step: calibrated ones, or those of `algorithm.clip`."""
+        if self.config.calibration.enabled:
+            return self.calibrator.bounds
+        clip = self.config.algorithm.clip
+        return ClipBounds(clip.lower, clip.upper)
+
+    def begin(
+        self, step: int, prepared: PreparedBatch, tokens: PolicyTokens, trajectories: Trajectories
+    ) -> Measurement | None:
+        """The first shadow pass of a step (counted from 1), before any update; None on a step without measurement."""
+        enabled = self.config.calibration.enabled
+        calibrates = enabled and self.calibrator.due(step)
+        study = self.config.calibration.measure == "every_step" or self.config.algorithm.loss == "oracle"
+        if not calibrates and not study:
+            return None
+        measured = torch.ones(trajectories.num_sequences, dtype=torch.bool)
+        if self.settings.token_fraction < 1.0 and not study:
+            fraction = self.settings.token_fraction
+            measured = sample_sequences(trajectories.sample_ids, fraction=fraction, seed=step)
+            prepared = self.learner.pack_plan(trajectories, prepared.plan.only(measured.tolist()))
+        count = len(prepared.minibatches)
+        minibatches = tuple(range(count)) if self.settings.minibatches == "all" else (count - 1,)
+        num_tokens = trajectories.num_response_tokens / count
+        measurement = Measurement(
+            step=step,
+            prepared=prepared,
+            tokens=tokens,
+            trajectories=trajectories,
+            statistics=self.calibrator.new_statistics(weight_scale=num_tokens),
+            calibrates=calibrates,
+            measured=measured,
+            minibatches=minibatches,
+            shadow_old=torch.zeros(prepared.num_tokens),
+            shadow_new=torch.zeros(prepared.num_tokens),
+            overclip=OverclipSums.empty(),
+            attribution={name: torch.zeros(len(edges) + 1, 4, dtype=torch.int64) for name, edges in ATTRIBUTIONS.items()},
+        )
+        for minibatch in minibatches:
+            measurement.shadow_old += self._shadow(measurement, minibatch)
+        return measurement
+
+    def _shadow(self, measurement: Measurement, minibatch: int) -> Tensor:
+        """Shadow log-probabilities of one mini-batch [T], booked in the ledger."""
+        started = time.perf_counter()
+        log_probs = self.learner.shadow_log_probs(measurement.prepared, minibatch=minibatch).log_probs
+        seconds = time.perf_counter() - started
+        if measurement.calibrates:
+            self.ledger.shadow_seconds += seconds
+        else:
+            self.ledger.study_seconds += seconds
+        plan, lengths = measurement.prepared.plan, measurement.trajectories.lengths
+        self.ledger.shadow_tokens += int(lengths[plan.sequences(minibatch)].sum())
+        return log_probs
+
+    def before_update(self, measurement: Measurement, minibatch: int, *, weights_unmoved: bool) -> None:
+        """The second shadow pass of one mini-batch, at the weights that its update starts from."""
+        if minibatch not in measurement.minibatches:
+            return
+        index = torch.cat([micro.index for micro in measurement.prepared.minibatches[minibatch]])
+        if weights_unmoved:
+            measurement.shadow_new[index] = measurement.shadow_old[index]
+        else:
+            measurement.shadow_new[index] = self._shadow(measurement, minibatch)[index]
+
+    def after_update(
+        self, measurement: Measurement, minibatch: int, result: UpdateResult, *, weights_unmoved: bool, bounds: ClipBounds
+    ) -> None:
+        """Add one update's paired ratios to the statistics and instruments."""
+        if minibatch not in measurement.minibatches or not self.learner.runtime.reports_tokens:
+            return
+        for record in result.extras:
+            self._add(measurement, minibatch, record, weights_unmoved=weights_unmoved, bounds=bounds)
+
+    def _add(
+        self, m: Measurement, minibatch: int, record: Any, *, weights_unmoved: bool, bounds: ClipBounds
+    ) -> None:
+        index = record.index
+        mask = m.measured[m.tokens.sequence_ids[index]]
+        local_ids = m.tokens.sequence_ids[index]
+        common = dict(
+            ratio8=record.ratio.cpu(),
+            ratio16=m.ratio16()[index],
+            advantages=m.tokens.advantages[index],
+            importance_weights=m.tokens.importance.weights[index],
+            loss_weights=m.tokens.loss_weights[index],
+            response_mask=mask,
+            sequence_ids=m.trajectories.sample_ids[local_ids],
+        )
+        log_probs16 = m.shadow_new[index]
+        if self.settings.mode == "sequence":
+            self._add_sequences(m, index, local_ids, weights_unmoved=weights_unmoved, ratio8=common["ratio8"])
+        else:
+            m.statistics.update(**common, weights_unmoved=weights_unmoved)
+        pairs = PairedRatios(
+            ratio8=common["ratio8"],
+            ratio16=common["ratio16"],
+            advantages=common["advantages"],
+            response_mask=mask,
+            bounds8=bounds,
+            bounds16=self.settings.reference,
+        )
+        m.overclip = m.overclip.merge(
+            overclip_sums(
+                pairs,
+                weights=common["importance_weights"],
+                log_probs8=record.log_probs.cpu(),
+                log_probs16=log_probs16,
+            )
+        )
+        order = dict(num_sequences=m.tokens.num_sequences)
+        covariates = {
+            "entropy": record.entropy.cpu(),
+            "probability": log_probs16.exp(),
+            "position": response_positions(mask, local_ids, **order).float(),
+            "length": response_lengths(mask, local_ids, **order).float(),
+        }
+        for name, edges in ATTRIBUTIONS.items():
+            m.attribution[name] += attribution_sums(pairs, covariates[name], edges=edges)
+        if m.calibrates and self.config.calibration.dump:
+            m.dumps.append(
+                CalibrationDump.pack(
+                    step=m.step,
+                    bounds=bounds,
+                    settings=self.settings,
+                    weight_scale=m.trajectories.num_response_tokens / len(m.prepared.minibatches),
+                    minibatch=minibatch,
+                    entropy=record.entropy.cpu(),
+                    **common,
+                )
+            )
+
+    def _add_sequences(
+        self, m: Measurement, index: Tensor, local_ids: Tensor, *, weights_unmoved: bool, ratio8: Tensor
+    ) -> None:
+        """GSPO: one ratio per sequence in place of one per token."""
+        sequences, slots = torch.unique(local_ids, return_inverse=True)
+        whole = torch.ones_like(local_ids, dtype=torch.bool)
+        log_ratio16 = sequence_log_ratio(
+            m.shadow_new[index], m.shadow_old[index], whole, slots, num_sequences=len(sequences)
+        )
+        first = torch.zeros(len(sequences), dtype=torch.int64).scatter_(0, slots, torch.arange(len(slots)))
+
+        def per_sequence(values: Tensor) -> Tensor:
+            return values[first]
+
+        weights = torch.zeros(len(sequences)).index_add_(0, slots, m.tokens.loss_weights[index])
+        m.statistics.update(
+            per_sequence(ratio8),
+            log_ratio16.exp(),
+            advantages=per_sequence(m.tokens.advantages[index]),
+            importance_weights=per_sequence(m.tokens.importance.weights[index]),
+            loss_weights=weights,
+            response_mask=m.measured[sequences],
+            sequence_ids=m.trajectories.sample_ids[sequences],
+            weights_unmoved=weights_unmoved,
+        )
+
+    def finish(self, measurement: Measurement) -> dict[str, float]:
+        """Reduce, calibrate where due, write the step's record; returns its metrics."""
+        runtime = self.learner.runtime
+        sums = OverclipSums(runtime.sum_over_world(measurement.overclip.sums).cpu())
+        row = sums.finalize()
+        report = None
+        if measurement.calibrates:
+            statistics = measurement.statistics
+            statistics.load(runtime.sum_over_world(statistics.state()).cpu())
+            report = self.calibrator.calibrate(statistics, measurement.step)
+            for line in report.log_lines:
+                self.say(line)
+            row |= _report_metrics(report)
+            row["calibration/bytes"] = statistics.num_bytes
+            self._save_dump(measurement)
+        tables = {
+            name: attribution_table(runtime.sum_over_world(counts).cpu(), edges=ATTRIBUTIONS[name])
+            for name, counts in measurement.attribution.items()
+        }
+        if runtime.rank == 0:
+            record = {
+                "step": measurement.step,
+                "report": report.as_row() if report else None,
+                "log": report.log_lines if report else (),
+                "attribution": {name: [asdict(line) for line in table] for name, table in tables.items()},
+            }
+            with (self.run_dir / "calibration.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        return row
+
+    def _save_dump(self, measurement: Measurement) -> None:
+        if not self.config.calibration.dump:
+            return
+        parts = [part for rank in self.learner.runtime.gather_objects(measurement.dumps) for part in rank]
+        if self.learner.runtime.rank == 0 and parts:
+            folder = self.run_dir / "dumps"
+            folder.mkdir(exist_ok=True)
+            CalibrationDump.merge(parts).save(folder / f"step_{measurement.step}.safetensors")
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """JSON values and tensors for a checkpoint."""
+        state = self.calibrator.state_dict()
+        tensors = {f"calibrator.pool.{index}": item for index, item in enumerate(state.pop("pool"))}
+        return {"calibrator": state, "ledger": asdict(self.ledger)}, tensors
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue where a checkpoint left off.
+
+        Raises:
+            UserError: when its bounds do not fit the present grids.
+        """
+        pool = [tensors[name] for name in sorted(tensors) if name.startswith("calibrator.pool.")]
+        try:
+            self.calibrator.load_state_dict({**state["calibrator"], "pool": pool})
+        except ValueError as error:
+            raise UserError("calibration", str(error)) from None
+        self.ledger = Ledger(**state["ledger"])
+
+
+def _report_metrics(report: CalibrationReport) -> dict[str, float]:
+    """The numbers of a report that are worth a curve."""
+    values = {
+        "calibration/alpha": report.alpha,
+        "calibration/tail_tokens": report.num_tail_tokens,
+        "calibration/lower_choice": report.lower.choice,
+        "calibration/upper_choice": report.upper.choice,
+        "calibration/lower_after": report.lower.after,
+        "calibration/upper_after": report.upper.after,
+        "calibration/lower_multiple": report.lower.overclip_multiple,
+        "calibration/upper_multiple": report.upper.overclip_multiple,
+        "calibration/balance_target": report.balance_target,
+        "calibration/balance_after": report.balance_after,
+        "calibration/lower_at_edge": float(report.lower.status == "edge"),
+        "calibration/upper_at_edge": float(report.upper.status == "edge"),
+        "calibration/lower_held": float(report.lower.status == "held"),
+        "calibration/upper_held": float(report.upper.status == "held"),
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
