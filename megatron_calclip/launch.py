@@ -13,8 +13,9 @@ from typing import NoReturn
 from megatron_calclip.config import config_to_yaml, launch_world_size, load_config
 from megatron_calclip.errors import UserError
 
-# How long ranks other than 0 keep an error to themselves: torchrun polls its workers ten times a second.
-OTHER_RANKS_WAIT_SECONDS = 3.0
+# How long a rank keeps to itself what may be another rank's to report. When one has failed, torchrun ends the
+# others: it looks ten times a second.
+WAIT_SECONDS = 3.0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         runtime.stop()
     except UserError as error:
         _exit(error)
+    except Exception:
+        # A rank that has died shows on the others as a collective that fails; its own message is the one to read.
+        if launch_world_size() > 1:
+            time.sleep(WAIT_SECONDS)
+        raise
 
 
 def _rank() -> int:
@@ -67,7 +73,7 @@ def _exit(error: UserError) -> NoReturn:
     """
     line = " ".join(str(error).split())  # messages of libraries and of the user's own code may have several
     if rank := _rank():
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        time.sleep(WAIT_SECONDS)
         line += f" (rank {rank})"
     print(f"error: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()

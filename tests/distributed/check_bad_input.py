@@ -1,9 +1,9 @@
-"""Runs the main job's command line many times in one process: heavy imports once, then a forked child per case.
+"""Runs the main job's command line many times: heavy imports once, then a forked child for each case.
 
     check_bad_input.py CASES RESULTS
 
-CASES is a JSON file with a list of argument lists. RESULTS becomes one with {code, out, err, seconds} for each: exit
-code (None: killed after `TIMEOUT_SECONDS`), what it printed, and how long it took.
+CASES is a JSON file with a list of argument lists. RESULTS becomes one with {code, out, err, seconds} for each:
+exit code (None: killed after `TIMEOUT_SECONDS`), what it printed, and how long it took.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Bad input to the main job: one line that names the setting, an exit code, no traceback, and no rank left waiting.
+"""Bad input to the main job: one line that names the setting, an exit code, no traceback, no rank left waiting.
 
-What is wrong with the configuration itself shows within a second, before anything heavy is imported, so each such case
-is a launch of the real script. What shows only once the libraries are there (data, weights, rewards, folders) goes
-through `check_bad_input.py`, which pays for the imports once, and twice through torchrun.
+What is wrong with the configuration itself shows within a second, before anything heavy is imported, so each
+such case is a launch of the real script. What shows only once the libraries are there (data, weights, rewards,
+folders) goes through `check_bad_input.py`, which pays for the imports once, and twice through torchrun.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ def launch(*arguments: str, num_processes: int = 1, timeout: float = LIMIT_SECON
     return Outcome(process.returncode, out, err, time.monotonic() - start)
 
 
+def tracebacks(outcome: Outcome) -> list[str]:
+    """Lines of tracebacks that go through the main script (torchrun prints one of its own)."""
+    return [line for line in outcome.err.splitlines() if f'{SCRIPT.name}", line' in line]
+
+
 def assert_one_line(outcome: Outcome, pattern: str, *, code: int) -> None:
     """One line `error: setting: what is wrong; what to do`, and nothing of ours besides."""
     assert outcome.code == code, outcome.err
@@ -138,7 +143,7 @@ def hf_config() -> dict[str, Any]:
         (["{config}", "train.samples_per_prompt=1"], r"train\.samples_per_prompt: a group needs at least 2"),
         (
             ["{config}", "train.num_stps=1"],
-            r"train\.num_stps: no such setting; did you mean train\.num_steps",
+            r"train\.num_stps: no such setting",
         ),
         (["{config}", "optimizer.lr=-1"], r"optimizer\.lr: should be greater than 0 \(got -1\)"),
         (["{config}", "algorithm.clip.upper=0.7"], r"algorithm\.clip\.upper: should be greater than 1"),
@@ -213,7 +218,6 @@ LATE = {
         1,
     ),
     "run_dir below a file": (["run_dir={folder}/config.yaml/run"], r"run_dir: cannot be written", 1),
-    "run_dir name too long": (["run_dir={folder}/" + "x" * 300], r"run_dir: cannot be written", 1),
     "checkpoint absent": (
         ["checkpoint.resume={folder}/absent"],
         r"checkpoint\.resume: .* is no checkpoint",
@@ -264,7 +268,7 @@ def test_late(late_outcomes: dict[str, Outcome], name: str) -> None:
     assert_one_line(late_outcomes[name], pattern, code=code)
 
 
-# Two ranks under torchrun. Its own report of the failure follows ours and names the exit code of the rank that failed.
+# Two ranks under torchrun. Its own report of the failure follows ours and names the exit code of the rank.
 
 
 def test_what_all_ranks_find_is_said_once(folder: Path) -> None:
@@ -277,7 +281,7 @@ def test_what_all_ranks_find_is_said_once(folder: Path) -> None:
     assert [line for line in outcome.errors if "(rank" not in line] == outcome.errors, outcome.err
     assert len(outcome.errors) == 1 and "data.train: " in outcome.errors[0]
     assert re.search(r"exitcode\s*: 2 ", outcome.err), outcome.err
-    assert outcome.code != 0 and f'{SCRIPT.name}", line' not in outcome.err
+    assert outcome.code != 0 and not tracebacks(outcome)
 
 
 def test_reward_that_raises_on_one_rank_stops_all(folder: Path) -> None:
@@ -295,4 +299,4 @@ def test_reward_that_raises_on_one_rank_stops_all(folder: Path) -> None:
         "(rank 1)"
     )
     assert re.search(r"exitcode\s*: 1 ", outcome.err), outcome.err
-    assert f'{SCRIPT.name}", line' not in outcome.err
+    assert not tracebacks(outcome)
