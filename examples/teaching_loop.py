@@ -1,14 +1,14 @@
-"""GRPO in plain torch, on one process and one page: the thing to read first.
+"""GRPO in plain torch, on one process and in one file: the thing to read first.
 
 The algorithm of the main job (`grpo_fp8.py`), from a prompt to an optimizer step, on a tiny decoder that
-learns two-digit sums. A supervised start with a careless teacher leaves it right once in eight attempts, and
-reinforcement learning does the rest, in about a minute on one CPU core:
+learns two-digit sums. A supervised start with a careless teacher leaves it right about once in four attempts;
+reinforcement learning more than doubles that, in about a minute on one CPU core:
 
     python examples/teaching_loop.py [--seed 0]
 
 It reads from top to bottom as the data flows: prompts -> rollout -> rewards -> advantages -> old log-probs ->
 mini-batches (loss with clip bounds -> optimizer step) -> weight sync, which begins the next step. Three
-policies meet in the loss, and most of understanding it is keeping them apart:
+policies meet in the loss:
 
 - mu, the sampler, wrote the answers. It is another engine with other rounding, here a BF16 copy.
 - pi_old is the learner at the start of the step.
@@ -17,11 +17,10 @@ policies meet in the loss, and most of understanding it is keeping them apart:
 pi_old / mu is a weight that repairs the mismatch of the two engines. pi_theta / pi_old tells how far this
 step has moved a token; the clip bounds limit it, and they are what this project calibrates.
 
-Left out on purpose, with the place in the package that has it: parallelism, packing and checkpoints
-(`megatron_calclip/learner`); FP8 and the BF16 shadow pass (`megatron_calclip/precision`); calibration of the
-bounds (`megatron_calclip/algorithms/calibration.py`; `train_step` says where it acts); other losses, averages
-and a KL term (`megatron_calclip/algorithms`); a KV cache (`megatron_calclip/rollout`). Nothing is imported
-from the package; a test holds loss, gradient and advantages of both equal on equal tokens.
+Left out on purpose, and where `megatron_calclip` has it: parallelism, packing and checkpoints (`learner`);
+FP8 and the BF16 shadow pass (`precision`); calibration of the bounds (`algorithms/calibration.py`; see also
+the comment in `train_step`); other losses and averages, KL (`algorithms`); a KV cache (`rollout`). Nothing is
+imported from the package; a test holds loss, gradient and advantages of both equal on equal tokens.
 
 Legend for shapes: P prompts, G samples per prompt, B = P * G sequences, R response positions, V vocabulary.
 """
@@ -50,11 +49,11 @@ class Settings:
     num_layers: int = 2
     width: int = 64
     num_heads: int = 4
-    num_warm_steps: int = 500
+    num_warm_steps: int = 600
     warm_batch_size: int = 128
     warm_lr: float = 4e-3
-    wrong_answers: float = 0.5  # share of wrong demonstrations in the last fifth of the warm start
-    num_steps: int = 100
+    wrong_answers: float = 0.4  # share of wrong demonstrations in the last fifth of the warm start
+    num_steps: int = 80
     num_prompts: int = 32  # P
     num_samples: int = 8  # G, the group that an answer is compared with
     num_minibatches: int = 4  # with one, pi_theta would always equal pi_old and nothing would be clipped
@@ -73,7 +72,7 @@ MAX_ANSWER = 4  # R: three digits and the end
 def draw_problems(
     num_problems: int, rng: random.Random, *, num_samples: int = 1, held_out: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Random prompts (`37+48=`) with answers (`85$`), each `num_samples` times; one pair in eight is held out."""
+    """Prompts (`37+48=`) and answers (`85$`), each `num_samples` times; one pair in eight is held out."""
     numbers = range(10, 100)
     pairs = [(a, b) for a in numbers for b in numbers if ((31 * a + 17 * b) % 8 == 0) == held_out]
     drawn = [pair for pair in rng.choices(pairs, k=num_problems) for _ in range(num_samples)]
@@ -142,24 +141,23 @@ def rollout(sampler: Decoder, prompts: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat(log_probs, dim=1)
 
 
-def response_mask(response: Tensor) -> Tensor:
-    """int64 [B, R] -> float [B, R]: 1 up to and including the first end, 0 for what follows it."""
-    return ((response == END).cumsum(1) - (response == END).int() == 0).float()
+def response_mask(tokens: Tensor) -> Tensor:
+    """int64 [B, 6 + R] -> float [B, R]: 1 up to and including the first end, 0 for what follows it."""
+    is_end = (tokens[:, -MAX_ANSWER:] == END).int()
+    return (is_end.cumsum(1) - is_end == 0).float()
 
 
 # 4. Rewards: verifiable, 1 for exactly the right answer and nothing for less.
-def rewards_of(response: Tensor, answers: list[str]) -> Tensor:
-    """float [B] from int64 [B, R]; an answer includes its end."""
-    texts = ["".join(VOCABULARY[token] for token in row) for row in response.tolist()]
+def rewards_of(tokens: Tensor, answers: list[str]) -> Tensor:
+    """int64 [B, 6 + R] -> float [B]. Answers include their end."""
+    texts = ["".join(VOCABULARY[token] for token in row) for row in tokens[:, -MAX_ANSWER:].tolist()]
     return torch.tensor([float(t.startswith(a)) for t, a in zip(texts, answers, strict=True)])
 
 
 # 5. Advantages: better or worse than the other answers to the same prompt. This replaces a value network.
 def group_advantages(rewards: Tensor) -> Tensor:
-    """(reward - mean) / std of each group, [P, G] -> [P, G] (GRPO, arXiv 2402.03300, section 4.1.2).
-
-    A group that is right throughout, or wrong throughout, has nothing to compare: its advantages are 0.
-    """
+    """(reward - mean) / std of each group, [P, G] -> [P, G] (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    # A group that is right throughout, or wrong throughout, has nothing to compare: its advantages are 0.
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
 
 
@@ -212,38 +210,38 @@ def train_step(
     prompts, answers = draw_problems(settings.num_prompts, rng, num_samples=settings.num_samples)
     sampler = copy.deepcopy(policy).bfloat16()  # the weight sync
     tokens, sampler_log_probs = rollout(sampler, encode(prompts))
-    mask = response_mask(tokens[:, -MAX_ANSWER:])
-    rewards = rewards_of(tokens[:, -MAX_ANSWER:], answers)
+    mask = response_mask(tokens)
+    rewards = rewards_of(tokens, answers)
     advantages = group_advantages(rewards.view(-1, settings.num_samples)).view(-1, 1)
 
-    # pi_old is computed over the very mini-batches that are trained on: the ratios of the first one, at weights
-    # that have not moved, are then exactly 1, and only a token that the update has moved is ever clipped.
-    num = settings.num_minibatches
+    # pi_old is computed over the very mini-batches that are trained on: the ratios of the first one, whose
+    # weights have not moved, are then 1, and only a token that an update has moved is ever clipped.
+    split = partial(torch.chunk, chunks=settings.num_minibatches)
     with torch.no_grad():
-        old_log_probs = torch.cat([response_log_probs(policy, part) for part in tokens.chunk(num)])
+        old_log_probs = torch.cat([response_log_probs(policy, part) for part in split(tokens)])
 
-    step = Batch(tokens, mask, advantages, sampler_log_probs, old_log_probs)
+    batch = Batch(tokens, mask, advantages, sampler_log_probs, old_log_probs)
     losses, ratios = [], []
-    for minibatch in map(Batch, *(field.chunk(num) for field in step)):
+    for minibatch in map(Batch, *map(split, batch)):
         log_probs = response_log_probs(policy, minibatch.tokens)
         loss, ratio = policy_loss(log_probs, minibatch, bounds, importance_cap=settings.importance_cap)
         update(policy, optimizer, loss)
         losses.append(loss.item())
         ratios.append(ratio)
 
-    # Calibration acts here, on the ratios of all tokens of the step beside their advantages. In this file they
-    # are exact enough. With FP8 in the learner both log-probs of a ratio carry rounding noise: tokens that have
-    # hardly moved land outside the bounds, and bad ones escape their penalty. So every 20 steps the package
-    # takes the ratios once more from BF16 forwards (r16), and moves the bounds of the steps that follow:
-    #   lower: to where the share of A < 0 tokens with ratio <= lower is that of r16 <= 0.8; at most by 0.05.
-    #   upper: to where sum(w * A * ratio; A > 0, ratio < upper) / sum(w * |A| * ratio; A < 0, ratio > lower),
-    #          the balance of what survives the clip, is that of r16 in [0.8, 1.24]; at most by 0.1.
+    # Calibration acts here, on the ratios of a step's tokens beside their advantages. In this file both
+    # log-probs of a ratio are exact enough. With FP8 in the learner they carry rounding noise: tokens that
+    # hardly moved fall outside the bounds, and bad ones escape their penalty. So every 20 steps the package
+    # takes the ratios from BF16 forwards too, r16, and moves the bounds of the steps that follow:
+    #   lower, by at most 0.05, to where the share of A < 0 tokens with ratio <= lower is that of r16 <= 0.8;
+    #   upper, by at most 0.1, to where the kept tokens' sum of weight * A * ratio over A > 0, divided by that
+    #   of weight * |A| * ratio over A < 0, is what r16 gives within [0.8, 1.24].
     ratio = torch.cat(ratios)
     negative, positive = mask * (advantages < 0), mask * (advantages > 0)
     low, high = negative * (ratio <= bounds[0]), positive * (ratio >= bounds[1])
     return {
         "reward": rewards.mean().item(),
-        "loss": sum(losses) / num,
+        "loss": sum(losses) / len(losses),
         "entropy": -((old_log_probs * mask).sum() / mask.sum()).item(),  # an estimate, nats per token
         "clip/low_negative": (low.sum() / negative.sum().clamp(min=1)).item(),
         "clip/high_positive": (high.sum() / positive.sum().clamp(min=1)).item(),
@@ -264,24 +262,22 @@ def warm_start(policy: Decoder, rng: random.Random, settings: Settings) -> None:
         for i, answer in enumerate(answers):
             if remaining <= 0.2 and rng.random() < settings.wrong_answers:
                 answers[i] = "".join(rng.choices("0123456789", k=len(answer) - 1)) + "$"
-        response = encode([answer.ljust(MAX_ANSWER, "$") for answer in answers])
-        mask = response_mask(response)
-        log_probs = response_log_probs(policy, torch.cat([encode(prompts), response], dim=1))
-        update(policy, optimizer, -(log_probs * mask).sum() / mask.sum())
+        tokens = encode([p + a.ljust(MAX_ANSWER, "$") for p, a in zip(prompts, answers, strict=True)])
+        mask = response_mask(tokens)
+        update(policy, optimizer, -(response_log_probs(policy, tokens) * mask).sum() / mask.sum())
 
 
 def evaluate(policy: Decoder, settings: Settings) -> float:
     """Share of held-out problems that one sampled answer solves."""
     prompts, answers = draw_problems(settings.num_eval, random.Random(settings.seed), held_out=True)
     tokens, _ = rollout(policy, encode(prompts))
-    return rewards_of(tokens[:, -MAX_ANSWER:], answers).mean().item()
+    return rewards_of(tokens, answers).mean().item()
 
 
 def run(settings: Settings) -> list[dict[str, float]]:
     """The whole run, with a line per step; returns the metrics of the steps."""
     torch.manual_seed(settings.seed)
-    rng, started = random.Random(settings.seed), time.perf_counter()
-    policy = Decoder(settings)
+    rng, policy, started = random.Random(settings.seed), Decoder(settings), time.perf_counter()
     warm_start(policy, rng, settings)
     before = evaluate(policy, settings)
     print(f"warm start: {time.perf_counter() - started:.0f} s, held-out success {before:.3f}")
@@ -291,8 +287,8 @@ def run(settings: Settings) -> list[dict[str, float]]:
     for step in range(1, settings.num_steps + 1):
         history.append(train_step(policy, optimizer, bounds, rng, settings))
         print(f"step {step:3d}", *(f" {name} {value:.4f}" for name, value in history[-1].items()))
-    after, seconds = evaluate(policy, settings), time.perf_counter() - started
-    print(f"held-out success: {before:.3f} -> {after:.3f} in {seconds:.0f} s")
+    after = evaluate(policy, settings)
+    print(f"held-out success: {before:.3f} -> {after:.3f} in {time.perf_counter() - started:.0f} s")
     return history
 
 

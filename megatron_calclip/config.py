@@ -38,6 +38,8 @@ def _number(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_number), Field(le=_LARGEST)]
+GENERATED_TASKS = ("arithmetic", "scratchpad")
+
 PositiveInt = Annotated[Int, Field(ge=1)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
@@ -82,8 +84,12 @@ class WarmStart:
     """Examples a step; must be divisible by the data-parallel size."""
     lr: PositiveFloat = 2e-3
     """Peak learning rate (linear warm-up over a tenth of the steps, then linear decay to a tenth)."""
-    wrong_answers: Share = 0.0
-    """Share of wrong answers in the last quarter of the steps, so that something is left to reinforce."""
+    noise: Share = 0.0
+    """How often demonstrations go wrong at the end (see the task), so that something is left to reinforce."""
+    noise_share: Share = 0.25
+    """The last share of the steps, in which they do."""
+    bf16_share: Share = 0.0
+    """The first share of the steps, in which an FP8 learner still computes in BF16."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -117,11 +123,19 @@ class ArithmeticTask:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class ScratchpadTask:
+    """Generated problems `^3_4_8=`, answered by sums modulo 10 with free letters (`data.scratchpad`)."""
+
+    num_digits: Annotated[Int, Field(ge=1, le=1000)] = 12
+    """Digits of a problem; an answer has twice as many tokens, and its end."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class DataConfig:
     """Where prompts come from (`data`)."""
 
     train: Text = "arithmetic"
-    """`arithmetic` (generated) or the path of a JSON Lines file."""
+    """`arithmetic` or `scratchpad` (generated), or the path of a JSON Lines file."""
     eval: Text | None = "arithmetic"
     """The same for held-out problems; null switches evaluation off."""
     prompt_field: str = "prompt"
@@ -133,7 +147,9 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle each epoch by train.seed."""
     arithmetic: ArithmeticTask = field(default_factory=ArithmeticTask)
-    """Settings of the generated task."""
+    """Settings of the generated task `arithmetic`."""
+    scratchpad: ScratchpadTask = field(default_factory=ScratchpadTask)
+    """Settings of the generated task `scratchpad`."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -159,8 +175,8 @@ class RewardConfig:
     """How completions are scored (`reward`)."""
 
     name: Text = "exact"
-    """`exact` (the completion equals the answer), or the dotted path `package.module.function` of your own:
-    called with (prompt: Prompt, completion: str), returns a float."""
+    """`exact` (the completion equals the answer), `scratchpad` (for that task), or the dotted path
+    `package.module.function` of your own: called with (prompt: Prompt, completion: str), returns a float."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -220,11 +236,11 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """Reference policy."""
     loss: Literal["clip", "gspo", "cispo", "bapo", "oracle"] = "clip"
-    """clip: the clipped surrogate (GRPO, DAPO, Dr.GRPO by their settings); gspo: one ratio per sequence; cispo: clipped
-    weights, every token keeps a gradient; bapo: bounds searched for each update; oracle (for studies): clip masks from
-    BF16 ratios, a shadow pass at every mini-batch."""
+    """clip: the clipped surrogate (GRPO, DAPO, Dr.GRPO by their settings); gspo: one ratio per sequence;
+    cispo: clipped weights, every token keeps a gradient; bapo: bounds searched for each update; oracle (for
+    studies): clip masks from BF16 ratios, a shadow pass at every mini-batch."""
     exact_on_policy: bool = False
-    """Take the ratio of unmoved weights (the first mini-batch) as exactly 1, whatever the kernels' last bits say."""
+    """Take the ratio of unmoved weights (the first mini-batch) as exactly 1; kernels may differ in a bit."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean entropy that is added to the objective."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
@@ -235,21 +251,21 @@ class AlgorithmConfig:
     """Passes over the rollout batch; the partition stays, its order changes."""
 
 
-Grid = tuple[float, float, float]
-Bounds = tuple[float, float]
+Grid = tuple[Float, Float, Float]
+Bounds = tuple[Annotated[Float, Field(gt=0, lt=1)], Annotated[Float, Field(gt=1)]]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class CalibrationConfig:
-    """Calibrated clipping (`calibration`); null means the preset's value. See algorithms/calibration_settings.py."""
+    """Calibrated clipping (`calibration`); null: the preset's, see algorithms/calibration_settings.py."""
 
     enabled: bool = False
-    """Re-fit the clip bounds to BF16 shadow ratios; they then start at `start`, and algorithm.clip is not used."""
+    """Re-fit the clip bounds to BF16 shadow ratios; they start at `start`, and algorithm.clip is not used."""
     preset: Literal["robust", "paper"] = "robust"
     """paper: the published method with nothing of ours; robust: our rules for fragile points on top."""
     schedule: Literal["every", "drift"] | None = None
-    """every: at multiples of the interval; drift: the interval stretches while the bounds rest and shrinks when the gap
-    between FP8 and BF16 clipping moves."""
+    """every: at multiples of the interval; drift: the interval stretches while the bounds rest, and shrinks
+    when the gap between FP8 and BF16 clipping moves."""
     interval: PositiveInt | None = None
     """Steps between calibrations."""
     start_step: PositiveInt | None = None
@@ -268,7 +284,7 @@ class CalibrationConfig:
     """Most that the upper bound moves per calibration."""
     minibatches: Literal["all", "last"] | None = None
     """Mini-batches of the step whose tokens are counted."""
-    token_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    token_fraction: Annotated[Float, Field(gt=0, le=1)] | None = None
     """Share of the sequences that the shadow passes run on."""
     balance: Literal["gradient", "surrogate"] | None = None
     """What the upper bound balances."""
@@ -277,7 +293,7 @@ class CalibrationConfig:
     weighting: Literal["loss", "token"] | None = None
     """Weight of a token in the balance: what the loss's aggregation gives it, or 1."""
     min_tail_tokens: PositiveInt | None = None
-    """Tail tokens that a lower bound needs; with fewer, earlier calibrations are pooled, else the bound is held."""
+    """Tail tokens that a lower bound needs; with fewer, calibrations are pooled, or the bound is held."""
     pool: PositiveInt | None = None
     """Calibrations that may be pooled, the present one included."""
     sequence_grid_width: PositiveFloat | None = None
@@ -290,17 +306,18 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class EmulationConfig:
-    """Noise dialled into the emulated quantiser alone (`precision.emulation`); weights, BF16 and optimizer never see it.
+    """Noise dialled into the emulated quantiser alone (`precision.emulation`); weights and BF16 never see it.
 
-    Large models have outlier channels and massive activations on the first token; tiny ones do not. These multipliers put
-    them where only the quantiser looks, so that a tiny run has the quantisation noise of a large one. Powers of two.
+    Large models have outlier channels and massive activations on the first token; tiny ones do not. These
+    multipliers, powers of two, put them where only the quantiser looks, so that a tiny run has the
+    quantisation noise of a large one.
     """
 
     block_size: PositiveInt | None = None
     """Block of the blockwise and MXFP8 recipes; null: 128 and 32."""
-    channel_outlier: Annotated[float, Field(ge=1)] = 1.0
+    channel_outlier: Annotated[Float, Field(ge=1)] = 1.0
     """Multiplies one input channel of the attention's qkv and of the MLP's first linear."""
-    first_token_outlier: Annotated[float, Field(ge=1)] = 1.0
+    first_token_outlier: Annotated[Float, Field(ge=1)] = 1.0
     """Multiplies the first token of each sequence at the input of the MLP's second linear."""
 
 
@@ -313,9 +330,9 @@ class PrecisionConfig:
     recipe: Literal["bf16", "tensorwise_delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "bf16"
     """FP8 recipe of the decoder's linears; bf16: none."""
     format: Literal["auto", "hybrid", "e4m3"] = "auto"
-    """hybrid: E4M3 forward, E5M2 gradients; auto: the recipe's own (hybrid for per-tensor scales, else e4m3)."""
+    """hybrid: E4M3 forward, E5M2 gradients; auto: hybrid with per-tensor scales, else e4m3."""
     backend: Literal["auto", "te", "scaled_mm", "emulated"] = "auto"
-    """Who computes: TransformerEngine, torch._scaled_mm, or exact codes on any device; auto: the first that can."""
+    """Who computes: TransformerEngine, torch._scaled_mm, or exact codes anywhere; auto: the first able."""
     power_of_two_scales: bool | None = None
     """Round scales down to powers of two; null: the recipe's own (yes but for per-tensor scales)."""
     amax_history_length: PositiveInt = 1024
@@ -325,15 +342,16 @@ class PrecisionConfig:
     margin: NonNegativeInt = 0
     """tensorwise_delayed scales down by 2 ** margin."""
     amax_group: Literal["te", "global"] = "te"
-    """te: each shard's own amax where TransformerEngine takes that; global: reduced over tensor parallelism."""
+    """te: each shard's own amax where TransformerEngine takes that; global: reduced over the TP ranks."""
     fp8_param: bool = False
-    """Keep the decoder's weights in FP8 between steps (FP32 masters stay in the optimizer); needs params_dtype bf16."""
+    """Keep the decoder's weights in FP8 between steps (FP32 masters stay in the optimizer); needs
+    params_dtype bf16, and means nothing without an FP8 recipe."""
     first_last_layers_bf16: NonNegativeInt = 0
     """This many layers at each end stay in BF16."""
     output_layer: bool = False
     """Quantise the output layer, too (emulated only)."""
     shadow_streamed: bool = False
-    """Rebuild the shadow pass's BF16 weights layer by layer: extra memory of one layer instead of one model."""
+    """Rebuild the shadow pass's BF16 weights layer by layer: extra memory of a layer instead of a model."""
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
     """Dials of the emulated backend."""
 
@@ -699,6 +717,7 @@ def check(config: Config, *, world_size: int) -> None:
     _check_task(config)
     _check_layout(config, world_size)
     _check_training(config)
+    _check_precision(config.precision)
     if config.model.shape is not None:
         check_shape(config.model.shape, config.parallel)
 
@@ -721,9 +740,9 @@ def _check_model(config: Config) -> None:
         "a pretrained model has no warm start; set it to 0",
     )
     _check(
-        m.warm_start.num_steps == 0 or config.data.train == "arithmetic",
+        m.warm_start.num_steps == 0 or config.data.train in GENERATED_TASKS,
         "model.warm_start.num_steps",
-        "worked examples exist only for data.train: arithmetic; set it to 0",
+        f"worked examples exist only for data.train: {' or '.join(GENERATED_TASKS)}; set it to 0",
     )
     _check(
         config.rollout.max_new_tokens < m.max_sequence_length,
@@ -747,23 +766,28 @@ def _check_task(config: Config) -> None:
         "data.arithmetic.operators",
         f"{task.operators!r}: give some of + - *",
     )
-    if m.tokenizer != "characters" or "arithmetic" not in (config.data.train, config.data.eval):
+    if m.tokenizer != "characters":
         return
-    absent = sorted(set("0123456789=" + task.operators) - set(m.characters))
-    _check(
-        not absent,
-        "model.characters",
-        f"lacks {''.join(absent)!r}, which the arithmetic problems need; add them",
-    )
-    longest = task.num_operands * (len(str(task.max_operand)) + 1)
-    room = m.max_sequence_length - config.rollout.max_new_tokens
-    _check(
-        longest <= room,
-        "model.max_sequence_length",
-        f"arithmetic problems of up to {longest} characters plus rollout.max_new_tokens = "
-        f"{config.rollout.max_new_tokens} exceed {m.max_sequence_length}; raise it to "
-        f"{longest + config.rollout.max_new_tokens}",
-    )
+    needs = {  # name -> (alphabet, longest problem)
+        "arithmetic": ("0123456789=" + task.operators, task.num_operands * (len(str(task.max_operand)) + 1)),
+        "scratchpad": ("0123456789=^_abcdefgh", 2 * config.data.scratchpad.num_digits + 1),
+    }
+    for name, (alphabet, longest) in needs.items():
+        if name not in (config.data.train, config.data.eval):
+            continue
+        absent = sorted(set(alphabet) - set(m.characters))
+        _check(
+            not absent,
+            "model.characters",
+            f"lacks {''.join(absent)!r}, which the {name} problems need; add them",
+        )
+        total = longest + config.rollout.max_new_tokens
+        _check(
+            total <= m.max_sequence_length,
+            "model.max_sequence_length",
+            f"{name} problems of up to {longest} characters plus rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens} exceed {m.max_sequence_length}; raise it to {total}",
+        )
 
 
 def _check_layout(config: Config, world_size: int) -> None:
@@ -834,6 +858,22 @@ def _check_training(config: Config) -> None:
         "schedule.warmup_steps",
         f"must be below train.num_steps = {num_steps}; lower it",
     )
+
+
+def _check_precision(precision: PrecisionConfig) -> None:
+    """What holds on any device; `precision.backend` checks the rest."""
+    _check(
+        not precision.fp8_param or precision.params_dtype == "bf16",
+        "precision.fp8_param",
+        "needs precision.params_dtype: bf16; switch it off",
+    )
+    for name in ("channel_outlier", "first_token_outlier"):
+        value = getattr(precision.emulation, name)
+        _check(
+            math.frexp(value)[0] == 0.5,
+            f"precision.emulation.{name}",
+            f"{value} is no power of two; choose one, so that the multiplication is exact",
+        )
 
 
 def check_shape(shape: ShapeConfig, parallel: ParallelConfig, *, where: str = "model.shape") -> None:

@@ -8,73 +8,19 @@ end a run after hours.
 from __future__ import annotations
 
 import json
-import operator
 import os
-import random
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from megatron_calclip.batch import Prompt
-from megatron_calclip.config import ArithmeticTask, Config
+from megatron_calclip.config import Config
 from megatron_calclip.errors import UserError
+from megatron_calclip.tasks import Row, Source, generated_task
 
-# Generated problems whose first two operands hash to 0 modulo this are held out for evaluation.
-_HELD_OUT = 8
 # Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them.
 EVAL_ID_OFFSET = 1 << 40
-
-_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-Row = tuple[str, str, dict[str, Any]]
-"""(problem, answer, other columns)."""
-
-
-class Source(Protocol):
-    """Problems by position."""
-
-    def row(self, position: int) -> Row:
-        """The problem at a position of the endless stream."""
-        ...
-
-    def extremes(self, count: int) -> Iterator[Row]:
-        """Problems among which the longest of the first `count` are."""
-        ...
-
-
-class Arithmetic:
-    """Problems such as `37+48=`, evaluated from left to right; evaluation and training share none.
-
-    Args:
-        task: operators and sizes.
-        seed: of the stream.
-        held_out: whether to draw from the problems kept for evaluation.
-    """
-
-    def __init__(self, task: ArithmeticTask, *, seed: int, held_out: bool) -> None:
-        self.task, self.seed, self.held_out = task, seed, held_out
-
-    def row(self, position: int) -> Row:
-        """See `Source`."""
-        rng = random.Random(f"{self.seed}:{self.held_out}:{position}")
-        while True:
-            operands = [rng.randint(0, self.task.max_operand) for _ in range(self.task.num_operands)]
-            if ((operands[0] * 31 + operands[1] * 17) % _HELD_OUT == 0) == self.held_out:
-                break
-        text, value = str(operands[0]), operands[0]
-        for operand in operands[1:]:
-            symbol = rng.choice(self.task.operators)
-            text, value = f"{text}{symbol}{operand}", _OPERATORS[symbol](value, operand)
-        return f"{text}=", str(value), {}
-
-    def extremes(self, count: int) -> Iterator[Row]:
-        """See `Source`: the largest operands with each operator."""
-        largest = str(self.task.max_operand)
-        for symbol in self.task.operators:
-            yield symbol.join([largest] * self.task.num_operands) + "=", "", {}
-
 
 class JsonLines:
     """Rows of a JSON Lines file, shuffled anew each epoch.
@@ -224,8 +170,9 @@ class PromptStream:
 
 
 def _source(name: str, *, where: str, config: Config, held_out: bool) -> Source:
-    if name == "arithmetic":
-        return Arithmetic(config.data.arithmetic, seed=config.train.seed, held_out=held_out)
+    task = generated_task(name, config, held_out=held_out)
+    if task is not None:
+        return task
     return JsonLines(name, where=where, config=config, shuffle=config.data.shuffle and not held_out)
 
 

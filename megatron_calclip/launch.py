@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         _exit(error)
     except Exception:
-        # A rank that has died shows on the others as a collective that fails; its own message is the one to read.
+        # A rank that has died shows on others as a failing collective; its own message is the one to read.
         if launch_world_size() > 1:
             time.sleep(WAIT_SECONDS)
         raise

@@ -57,6 +57,8 @@ def minibatch_loss_weights(
         member = torch.zeros(trajectories.num_sequences, dtype=torch.bool)
         member[sequences] = True
         mask = trajectories.response_mask & member[ids]
+        if not mask.any():
+            continue  # all masked out: its update has no gradient
         weights += loss_weights(
             mask,
             ids,

@@ -136,9 +136,12 @@ class Trainer:
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
             if self.step == 0:
                 self.learner.warm_up(prepared)
-            batch = batch.with_log_probs(old_log_probs=self.learner.log_probs(prepared).log_probs)
+            # Complete on every rank: sequence-level weights need whole sequences, which context parallelism divides.
+            old = self.learner.gather_tokens(self.learner.log_probs(prepared).log_probs)
+            batch = batch.with_log_probs(old_log_probs=old)
             if self.reference is not None:
-                batch = batch.with_log_probs(reference_log_probs=self.reference.log_probs(prepared))
+                reference = self.learner.gather_tokens(self.reference.log_probs(prepared))
+                batch = batch.with_log_probs(reference_log_probs=reference)
         with watch.stage("update"):
             self.learner.begin_step()
             bounds = self.calibration.bounds

@@ -29,6 +29,7 @@ from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.objective import supervised_objective
+from megatron_calclip.tasks import GeneratedTask, generated_task
 from megatron_calclip.weights.load import HFSource
 from megatron_calclip.weights.save import save_hf
 
@@ -47,18 +48,20 @@ def _cache_key(config: Config) -> str:
     optimizer = dataclasses.asdict(config.optimizer)
     del optimizer["lr"]  # the warm start has its own
     shaping = {
-        "format": 2,
+        "format": 3,
         "shape": dataclasses.asdict(m.shape),
         "tokenizer": [m.tokenizer, m.characters, m.max_sequence_length],
         "warm_start": dataclasses.asdict(m.warm_start),
-        "task": dataclasses.asdict(config.data.arithmetic),
+        "task": [config.data.train, getattr(config.data, config.data.train)],
         "chat_template": config.data.chat_template,
         "temperature": config.rollout.temperature,  # the learner divides its logits by it
         "precision": dataclasses.asdict(config.precision),
         "optimizer": optimizer,
         "seed": config.train.seed,
     }
-    return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(shaping, sort_keys=True, default=dataclasses.asdict).encode()
+    ).hexdigest()[:16]
 
 
 def initial_weights(
@@ -75,11 +78,21 @@ def initial_weights(
         return _random_weights(config, hf_config)
     folder = _cache_root() / "warm_start" / _cache_key(config)
     # One rank looks, so that all decide alike even while another run is writing.
-    if not runtime.gather_objects((folder / "config.json").is_file())[0]:
+    if not runtime.gather_objects(runtime.rank == 0 and _is_whole(folder))[0]:
         _train(config, hf_config, tokenizer, runtime, folder, say)
     else:
         say(f"warm start: cached in {folder}")
     return _named(folder, "MEGATRON_CALCLIP_CACHE")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a cache entry can be read; a damaged one is removed, to be made again."""
+    try:
+        HFSource.from_folder(folder)
+    except UserError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
 
 
 def _named(folder: str | Path, setting: str) -> HFSource:
@@ -101,15 +114,13 @@ def _random_weights(config: Config, hf_config: Any) -> HFSource:
 
 
 def _demonstrations(
-    tokenizer: Any, prompts: Sequence[Prompt], *, wrong_answers: float, seed: int
+    task: GeneratedTask, tokenizer: Any, prompts: Sequence[Prompt], *, noise: float, seed: int
 ) -> Trajectories:
-    """Worked examples, of which a given share has some wrong answer of the right length."""
+    """Worked examples, some of them wrong."""
     answers = []
     for prompt in prompts:
         rng = random.Random(f"demonstration:{seed}:{prompt.id}")
-        answer = prompt.answer
-        if rng.random() < wrong_answers:
-            answer = "".join(rng.choice("0123456789") if c.isdigit() else c for c in answer)
+        answer = task.demonstrate(prompt.text, prompt.answer, rng, noise=noise)
         ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         answers.append([Completion(tuple(ids), (0.0,) * len(ids), finished=True, policy_version=0)])
     return Trajectories.from_completions(prompts, answers)
@@ -131,16 +142,16 @@ def _train(
         min_lr=settings.lr / 10,
     )
     stream = train_stream(config, tokenizer)
+    task = generated_task(config.data.train, config, held_out=False)
+    assert task is not None  # checked with the configuration
     report_every = max(settings.num_steps // 5, 1)
     for step in range(settings.num_steps):
         prompts = stream.take(_FIRST_POSITION + step * settings.batch_size, settings.batch_size)
-        trajectories = _demonstrations(
-            tokenizer,
-            prompts,
-            # Errors come late: mixed in from the start, they would keep a small model from learning at all.
-            wrong_answers=settings.wrong_answers if 4 * step >= 3 * settings.num_steps else 0.0,
-            seed=config.train.seed,
-        )
+        # Errors come late: mixed in from the start, they would keep a small model from learning at all.
+        noisy = step >= (1 - settings.noise_share) * settings.num_steps
+        noise = settings.noise if noisy else 0.0
+        trajectories = _demonstrations(task, tokenizer, prompts, noise=noise, seed=config.train.seed)
+        learner.set_fp8(step >= settings.bf16_share * settings.num_steps)
         weights = trajectories.response_mask.float() / trajectories.num_response_tokens
         learner.begin_step()
         batch = learner.prepare(trajectories, num_minibatches=1)

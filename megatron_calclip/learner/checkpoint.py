@@ -11,7 +11,8 @@ a folder under its final name is whole. It holds
 
 Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with below:
 a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one `step` tensor,
-which every parameter then increments.
+which every parameter then increments. A fourth, in versions before NVIDIA/Megatron-LM#5077, has nothing to do with Adam:
+where gradients have several buckets, masters and moments are saved from wrong offsets, without an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -77,6 +80,26 @@ def _adam_steps_kept(optimizer: Any) -> Iterator[None]:
                 state["step"] = state["step"].clone()
 
 
+@contextlib.contextmanager
+def _bucket_padding_kept(optimizer: Any) -> Iterator[None]:
+    """Lay the buckets of optimizer state out end to end as they are, padding included.
+
+    Megatron drops the padding between buckets and then reads every parameter at its offset with the padding. Large models
+    have several buckets when `overlap_grad_reduce` is on, and tied embeddings have one of their own under pipeline parallelism.
+    """
+    buffers = [buffer for part in _parts(optimizer) for buffer in part.buffers]
+    sizes = [(buffer, buffer.numel) for buffer in buffers]
+    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
+    without_padding = [(item, item.numel_unpadded) for item, _ in sizes]
+    for item, size in sizes:
+        item.numel_unpadded = size
+    try:
+        yield
+    finally:
+        for item, size in without_padding:
+            item.numel_unpadded = size
+
+
 def _with_step(part: Any) -> Callable[[Any, dict[str, Any]], None]:
     original = part._set_main_param_and_optimizer_states
 
@@ -90,6 +113,7 @@ def _with_step(part: Any) -> Callable[[Any, dict[str, Any]], None]:
 
 def _model_state(learner: Learner) -> dict[str, Any]:
     """Sharded weights; keys inside are global, so the outer names of the chunks do not matter for resharding."""
+    learner.gather_parameters()
     return {
         f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
         for index, chunk in enumerate(learner.chunks)
@@ -99,7 +123,8 @@ def _model_state(learner: Learner) -> dict[str, Any]:
 def _sharded_state(learner: Learner, *, loading: bool) -> dict[str, Any]:
     model_state = _model_state(learner)
     _create_missing_adam_state(learner.optimizer)
-    optimizer = learner.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=dict(_METADATA))
+    with _bucket_padding_kept(learner.optimizer):
+        optimizer = learner.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=dict(_METADATA))
     return {**model_state, "optimizer": optimizer}
 
 
@@ -114,10 +139,20 @@ def _write_json(path: Path, value: Any) -> None:
     aside.rename(path)
 
 
+def _write(sharded_state: dict[str, Any], folder: Path) -> None:
+    """Megatron's synchronous save.
+
+    Its writers report through a manager process, which imports torch and the main script once more: seconds in every rank,
+    and a hang where that script does not guard its entry. Here they report to this very process; a plain queue does.
+    """
+    filesystem_async._results_queue = queue.SimpleQueue()
+    dist_checkpointing.save(sharded_state, str(folder))
+
+
 def save_model(folder: Path, learner: Learner) -> None:
     """The weights alone (the reference policy of a KL penalty); collective."""
     _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True))
-    dist_checkpointing.save(_model_state(learner), str(folder))
+    _write(_model_state(learner), folder)
     learner.runtime.barrier()
 
 
@@ -160,7 +195,7 @@ def save(
         (aside / "megatron").mkdir(parents=True)
 
     _on_rank_zero(runtime, make_room)
-    dist_checkpointing.save(_sharded_state(learner, loading=False), str(aside / "megatron"))
+    _write(_sharded_state(learner, loading=False), aside / "megatron")
     runtime.barrier()
 
     def complete() -> None:
@@ -171,7 +206,8 @@ def save(
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         _write_json(run_dir / TRACKER, {"step": step, "folder": folder.name})
-        for old in sorted(_steps(run_dir))[:-keep]:
+        # Later ones are of a longer run that this one started over from; they are not this run's to remove.
+        for old in sorted(old for old in _steps(run_dir) if old <= step)[:-keep]:
             shutil.rmtree(run_dir / f"step_{old}", ignore_errors=True)
 
     _on_rank_zero(runtime, complete)

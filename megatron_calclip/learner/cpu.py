@@ -108,7 +108,7 @@ def _torch_on_cpu() -> _View:
 
 
 def _install_rng_tracker() -> None:
-    """Megatron's named random states, held by CPU generators instead of CUDA's."""
+    """Megatron's random states, held by CPU generators instead of CUDA's."""
     from megatron.core.tensor_parallel import random as mrandom
 
     class CpuRngStatesTracker(mrandom.CudaRNGStatesTracker):  # type: ignore[misc]
@@ -132,6 +132,9 @@ def _install_rng_tracker() -> None:
                 self.states_[name] = torch.get_rng_state()
                 torch.set_rng_state(outside)
 
+    # Recomputation puts the device's generator back to where forward found it: here that is the CPU's.
+    mrandom._get_cuda_rng_state = lambda **_: torch.get_rng_state()
+    mrandom._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
     mrandom._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
     mrandom._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 

@@ -319,7 +319,9 @@ class Learner:
         def finish(scored: ScoredTokens) -> tuple[Tensor, Any]:
             loss, extra = objective(scored)
             losses.append(loss.detach().double())
-            return loss, extra
+            # Where a bound cuts the gradient of a NaN off, only the loss tells; a NaN gradient stops every rank's step.
+            poison = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
+            return loss + poison * scored.log_probs.sum(), extra
 
         extras = self._run(batch.minibatches[minibatch], finish, forward_only=False, entropy_grad=entropy_grad)
         with cpu.cuda_type_names():
@@ -341,6 +343,12 @@ class Learner:
         """With `precision.fp8_param`, derive the FP8 weights from the FP32 masters: after a step or a load; collective."""
         if self.config.precision.fp8_param and self.megatron.fp8_active:
             quantize_parameters(self._fp8_linears, self.masters.full)
+
+    def set_fp8(self, active: bool) -> None:
+        """Switch an FP8 learner to BF16 and back (a supervised start may begin in BF16)."""
+        if self.config.precision.recipe != "bf16" and self.megatron.fp8_active != active:
+            self.megatron.fp8_active = active
+            self.refresh_fp8_params()
 
     def warm_up(self, batch: PreparedBatch) -> None:
         """With delayed scaling, one forward pass that fills the histories of a fresh start, so that no scale is 1."""
@@ -364,11 +372,15 @@ class Learner:
         own = values if self.runtime.reports_tokens else torch.zeros_like(values)
         return self.runtime.sum_over_world(own).cpu()
 
+    def gather_parameters(self) -> None:
+        """Complete the live weights after an update where `parallel.overlap_param_gather` leaves that to the next forward."""
+        if self.config.parallel.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
     def stream_hf(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The live weights as HF-named full tensors, the same on every rank; see `weights.stream`."""
-        for chunk in self.chunks:
-            if self.config.parallel.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+        self.gather_parameters()
         bare = [_unwrap(chunk) for chunk in self.chunks]
         yield from stream_hf(bare, self.shape, self.groups, dtype=dtype, source=self._exported)
 

@@ -50,7 +50,8 @@ class StepPlan:
 
         return StepPlan(
             tuple(
-                tuple(tuple(kept(micro) for micro in rank) for rank in minibatch) for minibatch in self.minibatches
+                tuple(tuple(kept(micro) for micro in rank) for rank in minibatch)
+                for minibatch in self.minibatches
             )
         )
 

@@ -57,6 +57,7 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
+        self.learner.gather_parameters()
         live = self._copies()
         self._write(self.weights)
         try:

@@ -39,6 +39,7 @@ E8M0_BIAS = 127
 E8M0_NAN = 255
 TWO_TO_MINUS_127 = 1 << 22  # bits of that FP32 number, a subnormal
 TORCHAO_EPS = 1e-12  # torchao's lower bound on a row's amax
+_ROUNDING_FLOOR = 1.5  # well inside the binade of FP8's smallest normal, see `_round_to_grid_`
 CHUNK_NUMEL = 1 << 16  # two FP32 buffers of this size (512 KiB) stay in a core's L2 cache
 
 
@@ -411,17 +412,22 @@ class _Tiles:
         return bits.view(magnitude.dtype).float()
 
 
-def _round_to_grid_(magnitude: Tensor, scratch: Tensor, dtype: torch.dtype) -> None:
-    """Rounds non-negative FP32 numbers up to FP8's largest to the nearest FP8 value, ties to even, in place.
+def _round_to_grid_(magnitude: Tensor, scratch: Tensor, dtype: torch.dtype, *, floor: Tensor | float) -> None:
+    """Rounds non-negative FP32 numbers to the nearest FP8 value, ties to even, in place.
 
     Subtracting and adding back a number 2^20 times as large (E5M2: 2^21) leaves the leading 4 (3) bits of
     the smaller one, rounded by FP32 arithmetic itself. Below FP8's smallest normal the large number is
     constant, so that a multiple of FP8's smallest subnormal is left. Subtracting comes first: just below
     powers of two a sum would carry into the next binade and lose one bit more.
+
+    Args:
+        magnitude: codes, or codes times a power of two; not above FP8's largest.
+        scratch: as large.
+        dtype: FP8 format.
+        floor: `_ROUNDING_FLOOR` times FP8's smallest normal, times the same power of two.
     """
-    fp8 = torch.finfo(dtype)
-    ratio = fp8.eps / torch.finfo(torch.float32).eps
-    large = torch.clamp(magnitude, min=1.5 * fp8.smallest_normal, out=scratch)
+    ratio = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    large = torch.clamp(magnitude, min=floor, out=scratch)  # type: ignore[call-overload]
     magnitude.sub_(large, alpha=ratio).add_(large, alpha=ratio)
 
 
@@ -442,31 +448,42 @@ def _emulate(
     through in bands of rows that stay in cache. Signs are restored last, which keeps those of zeros too.
     """
     tiles = _Tiles.of(x, scaling, dim)
-    magnitude = tiles.pad(x).abs()
+    signed = tiles.pad(x)
+    magnitude = signed.abs()
     amax = tiles.amax(magnitude)
     scale, inverse = scaling.scales(amax if reduce_amax is None else reduce_amax(amax), dtype, source=x.dtype)
-    largest = torch.finfo(dtype).max
+    fp8 = torch.finfo(dtype)
     # Only a stale (delayed) scale or a non-finite amax saturates. On a GPU asking would stall the stream.
-    saturates = x.is_cuda or not bool((amax * scale <= largest * (1 + 2**-8)).all())
+    saturates = x.is_cuda or not bool((amax * scale <= fp8.max * (1 + 2**-8)).all())
+    # Powers of two need not be multiplied in and out again: they only move the place where subnormals begin.
+    in_place = dequantize and scaling.power_of_two and not saturates and _is_moderate(scale)
+    floor = _ROUNDING_FLOOR * fp8.smallest_normal / (scale if in_place else torch.ones_like(scale))
 
     out = magnitude if out_dtype is x.dtype else torch.empty_like(magnitude, dtype=out_dtype)
-    tile_rows, factor, divisor = tiles.tile[0], scale, inverse
+    tile_rows, per_tile = tiles.tile[0], (scale, inverse, floor)
     if tiles.grid[0] == 1:  # as many tiles of one row that share their scales, so that it can be cut anywhere
-        tile_rows = 1
-        factor, divisor = (t.expand(magnitude.shape[0], -1) for t in (scale, inverse))
-    source, target = (t.view(-1, tile_rows, tiles.grid[1], tiles.tile[1]) for t in (magnitude, out))
-    band = len(source) if x.is_cuda else min(max(CHUNK_NUMEL // source[0].numel(), 1), len(source))
-    work_buffer = torch.empty(band, *source.shape[1:], dtype=torch.float32, device=x.device)
+        tile_rows, per_tile = 1, tuple(t.expand(len(magnitude), -1) for t in per_tile)
+    per_element = (t.view(-1, tile_rows, tiles.grid[1], tiles.tile[1]) for t in (magnitude, out, signed))
+    operands = [*per_element, *(t[:, None, :, None] for t in per_tile)]
+    num_bands = 1 if x.is_cuda else -(-magnitude.numel() // CHUNK_NUMEL)
+    bands = [t.split(-(-len(t) // num_bands)) for t in operands]
+    work_buffer = torch.empty_like(bands[0][0], dtype=torch.float32)
     scratch_buffer = torch.empty_like(work_buffer)
-    for start in range(0, len(source), band):
-        rows = slice(start, min(start + band, len(source)))
-        work, scratch = (buffer[: rows.stop - start] for buffer in (work_buffer, scratch_buffer))
-        work.copy_(source[rows]).mul_(factor[rows, None, :, None])
+    for source, target, signs, factor, divisor, smallest in zip(*bands, strict=True):
+        work, scratch = work_buffer[: len(source)], scratch_buffer[: len(source)]
+        work.copy_(source)
+        if not in_place:
+            work.mul_(factor)
         if saturates:
-            work.clamp_(max=largest)
-        _round_to_grid_(work, scratch, dtype)
-        if dequantize:
-            work.mul_(divisor[rows, None, :, None])
-        target[rows] = work
-    values = tiles.crop(out).copysign_(x.reshape(tiles.rows, tiles.cols).to(out_dtype))
-    return Quantized(values.reshape(x.shape), inverse, tiles.tile)
+            work.clamp_(max=fp8.max)
+        _round_to_grid_(work, scratch, dtype, floor=smallest)
+        if dequantize and not in_place:
+            work.mul_(divisor)
+        target.copy_(work).copysign_(signs)
+    return Quantized(tiles.crop(out).reshape(x.shape), inverse, tiles.tile)
+
+
+def _is_moderate(scale: Tensor) -> bool:
+    """Whether numbers that such scales bring into FP8's range are far from both ends of FP32's; not for NaN."""
+    smallest, largest = scale.aminmax()
+    return bool((smallest >= 2.0**-64) & (largest <= 2.0**64))

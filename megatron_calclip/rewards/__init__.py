@@ -10,6 +10,7 @@ from typing import Any
 from megatron_calclip.batch import Prompt
 from megatron_calclip.config import RewardConfig
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.tasks import scratchpad_reward
 
 Reward = Callable[[Prompt, str], float]
 
@@ -19,14 +20,22 @@ def exact(prompt: Prompt, completion: str) -> float:
     return float(completion.strip() == prompt.answer.strip())
 
 
+def scratchpad(prompt: Prompt, completion: str) -> float:
+    """1 when every running sum is right and followed by a letter; see `tasks.Scratchpad`."""
+    return scratchpad_reward(prompt.answer, completion)
+
+
+BUILT_IN: dict[str, Reward] = {"exact": exact, "scratchpad": scratchpad}
+
+
 def load_reward(config: RewardConfig) -> Reward:
     """The reward that `reward.name` names, guarded: a reward that fails stops the run with a clear error.
 
     Raises:
         UserError: when a dotted path cannot be imported, or names no function.
     """
-    if config.name == "exact":
-        return exact
+    if config.name in BUILT_IN:
+        return BUILT_IN[config.name]
     module_name, _, function_name = config.name.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), function_name)

@@ -2,8 +2,8 @@
 
     check_bad_input.py CASES RESULTS
 
-CASES is a JSON file with a list of argument lists. RESULTS becomes one with {code, out, err, seconds} for each:
-exit code (None: killed after `TIMEOUT_SECONDS`), what it printed, and how long it took.
+CASES is a JSON file with a list of argument lists. RESULTS becomes one with {code, out, err, seconds} for
+each of them: exit code (null: killed after `TIMEOUT_SECONDS`), what it printed, and how long it took.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def run(arguments: list[str]) -> dict[str, Any]:
                 code = 1
             sys.stdout.flush()
             os._exit(code)
-        code = None
-        while code is None and time.monotonic() - start < TIMEOUT_SECONDS:
+        ended: int | None = None
+        while ended is None and time.monotonic() - start < TIMEOUT_SECONDS:
             pid, status = os.waitpid(child, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if pid else None
+            ended = os.waitstatus_to_exitcode(status) if pid else None
             time.sleep(0.02)
-        if code is None:
+        if ended is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         out.seek(0)
         err.seek(0)
-        return {"code": code, "out": out.read(), "err": err.read(), "seconds": time.monotonic() - start}
+        return {"code": ended, "out": out.read(), "err": err.read(), "seconds": time.monotonic() - start}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Bad input to the main job: one line that names the setting, an exit code, no traceback, no rank left waiting.
+"""Bad input to the main job: one line that names the setting, an exit code, no traceback, no waiting ranks.
 
 What is wrong with the configuration itself shows within a second, before anything heavy is imported, so each
-such case is a launch of the real script. What shows only once the libraries are there (data, weights, rewards,
-folders) goes through `check_bad_input.py`, which pays for the imports once, and twice through torchrun.
+such case is a launch of the real script. What shows only once the libraries are there (data, weights and the
+like) goes through `check_bad_input.py`, which pays for the imports once, and twice through torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launching import ROOT, command, environment, kill
 SCRIPT = ROOT / "examples" / "grpo_fp8.py"
 CHECK = Path(__file__).with_name("check_bad_input.py")
 LIMIT_SECONDS = 30.0  # from the fault to the end of all ranks
-IMPORT_SECONDS = 120.0  # what a busy machine may need before it
+IMPORT_SECONDS = 240.0  # what a busy machine may need before it
 
 SHAPE = {
     "num_layers": 2,

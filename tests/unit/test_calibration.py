@@ -601,8 +601,10 @@ def test_drift_schedule_stretches_at_rest_and_shrinks_on_a_move():
         step += shrinking[-1]
     assert shrinking[:2] == [16, 8]
     assert min(shrinking) >= 2
-    # Bounds on their way neither stretch nor shrink it.
+    # Bounds on their way neither stretch nor shrink it, and neither does a bound held for want of data.
     assert run(step, noises[-1]).interval == shrinking[-1]
+    held = ClipCalibrator(config)
+    assert calibrate(held, *tokens_with_tail(2), step=3).interval == 8
 
 
 def test_state_round_trip_continues_identically():
@@ -617,6 +619,11 @@ def test_state_round_trip_continues_identically():
         resumed = ClipCalibrator(config)
         resumed.load_state_dict(state)
         assert calibrate(resumed, *batch, step=5 * index) == reports[index]
+    state = resumed.state_dict()
+    resumed = ClipCalibrator(config)
+    resumed.load_state_dict(state)
+    assert [resumed.due(step) for step in range(1, 90)] == [straight.due(step) for step in range(1, 90)]
+    assert not straight.due(35 + reports[-1].interval - 1)
     for state in resumed.state_dict()["pool"]:
         assert state.dtype == torch.int64
 

@@ -39,12 +39,15 @@ def test_edges_hold_present_bounds_and_what_smoothing_reaches():
         lower.index(0.6054)
 
 
-def test_reference_outside_the_grid_is_an_edge_but_no_candidate():
+def test_reference_between_or_outside_the_candidates_is_an_edge():
     settings = CalibrationSettings(reference=ClipBounds(0.95, 1.1))
     lower, upper = settings.grids(settings.start)
     assert (lower.edges[lower.reference], upper.edges[upper.reference]) == (0.95, 1.1)
     assert lower.reference not in lower.candidates
     assert upper.reference not in upper.candidates
+    # Inside the grid it only refines the lattice: a move of 0.05 across it stays 0.05.
+    inside, _ = CalibrationSettings(reference=ClipBounds(0.725, 1.24)).grids(settings.start)
+    assert inside.edges[inside.index(0.7) + inside.max_move] == 0.75
     # Moves count edges; the extra one lies at the end and lengthens none of them.
     assert lower.edges[lower.index(0.6) + lower.max_move] == 0.65
 

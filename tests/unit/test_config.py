@@ -232,7 +232,11 @@ def test_override_that_is_no_yaml(base: str) -> None:
         ("algorithm.clip.upper=1", r"algorithm\.clip\.upper: should be greater than 1"),
         ("algorithm.clip.upper=.inf", r"algorithm\.clip\.upper: should be a finite number"),
         ("algorithm.aggregation=mean", r"algorithm\.aggregation: should be 'token_mean', .* \(got 'mean'\)"),
-        ("model.warm_start.wrong_answers=1", r"model\.warm_start\.wrong_answers: should be less than 1"),
+        ("model.warm_start.noise=1", r"model\.warm_start\.noise: should be less than 1"),
+        ("calibration.start=[1.1, 1.3]", r"calibration\.start\.0: should be less than 1"),
+        ("calibration.reference=[0.8, 0.9]", r"calibration\.reference\.1: should be greater than 1"),
+        ("calibration.grid_lower=[0.5, 0.9]", r"calibration\.grid_lower"),
+        ("calibration.grid_upper=[1.0, .nan, 0.1]", r"calibration\.grid_upper\.1: should be a finite number"),
         ("parallel.vpp=1", r"parallel\.vpp: should be greater than or equal to 2"),
         (
             "data.arithmetic.num_operands=1",
@@ -280,6 +284,22 @@ def test_wrong_value(base: str, override: str, complaint: str) -> None:
             {"model": {"shape": SHAPE, "tokenizer": "characters", "characters": "0123456789="}},
             "model.characters",
         ),
+        ({"data": {"train": "scratchpad"}}, "model.characters"),
+        (
+            {
+                "model": {"shape": SHAPE, "tokenizer": "characters", "characters": "0123456789+=^_abcdefgh"},
+                "data": {"eval": "scratchpad", "scratchpad": {"num_digits": 2048 - 8}},
+            },
+            "data.scratchpad.num_digits",
+        ),
+        (
+            {
+                "model": {"shape": SHAPE, "tokenizer": "characters", "characters": "0123456789+=^_abcdefgh"},
+                "data": {"eval": "scratchpad", "scratchpad": {"num_digits": 1000}},
+                "rollout": {"max_new_tokens": 4096 - 2000},
+            },
+            "model.max_sequence_length",
+        ),
         ({"data": {"chat_template": True}}, "data.chat_template"),
         ({"data": {"arithmetic": {"operators": "+/"}}}, "data.arithmetic.operators"),
         ({"data": {"arithmetic": {"operators": ""}}}, "data.arithmetic.operators"),
@@ -292,6 +312,12 @@ def test_wrong_value(base: str, override: str, complaint: str) -> None:
         ({"parallel": {"vpp": 2}}, "parallel.vpp"),
         ({"parallel": {"overlap_param_gather": True}}, "parallel.overlap_param_gather"),
         ({"schedule": {"min_lr": 1.0}}, "schedule.min_lr"),
+        ({"precision": {"fp8_param": True, "params_dtype": "fp32"}}, "precision.fp8_param"),
+        ({"precision": {"emulation": {"channel_outlier": 3.0}}}, "precision.emulation.channel_outlier"),
+        (
+            {"precision": {"emulation": {"first_token_outlier": 1.5}}},
+            "precision.emulation.first_token_outlier",
+        ),
         ({"schedule": {"warmup_steps": 100}}, "schedule.warmup_steps"),
         ({"model": {"shape": SHAPE | {"num_query_groups": 3}, "tokenizer": "t"}}, "model.shape"),
         ({"model": {"shape": SHAPE | {"hidden_size": 126}, "tokenizer": "t"}}, "model.shape"),

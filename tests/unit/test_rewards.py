@@ -57,6 +57,12 @@ def test_exact(completion: str, reward: float) -> None:
     assert exact(PROMPT, completion) == load_reward(RewardConfig())(PROMPT, completion) == reward
 
 
+def test_scratchpad() -> None:
+    prompt = Prompt(id=0, token_ids=(1,), text="^3_4=", answer="37")
+    reward = load_reward(RewardConfig("scratchpad"))
+    assert (reward(prompt, "3a7h"), reward(prompt, "3a8h")) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(("name", "value"), [("length", 8.0), ("tensor", 0.5), ("right", 1.0)])
 def test_own_function(own: str, name: str, value: float) -> None:
     reward: Reward = load_reward(RewardConfig(f"{own}.{name}"))

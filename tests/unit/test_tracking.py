@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megatron_calclip.config import Config, config_from_dict, load_config
 from megatron_calclip.errors import UserError
