@@ -208,9 +208,7 @@ def print_table(runs: list[dict[str, Measurement]], num_tokens: int) -> bool:
     def median(variant: str, key: str, base: str | None = None) -> float:
         values = [getattr(run[variant], key) for run in runs]
         if base is not None:
-            values = [
-                getattr(run[base], key) / max(value, 1e-9) for run, value in zip(runs, values, strict=True)
-            ]
+            values = [getattr(run[base], key) / max(value, 1e-9) for run, value in zip(runs, values, strict=True)]
         return statistics.median(values)
 
     print(f"{num_tokens:,} tokens, medians of {len(runs)} repetitions, CPU time, one thread")

@@ -125,8 +125,7 @@ def linear_forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> Result:
 
 
 LOGITS_VARIANTS = {
-    f.__name__: f
-    for f in (naive_forward, naive_backward, tiled_forward, tiled_backward, tiled_backward_inplace)
+    f.__name__: f for f in (naive_forward, naive_backward, tiled_forward, tiled_backward, tiled_backward_inplace)
 }
 VARIANTS = [*LOGITS_VARIANTS, "matmul", "linear_forward"]
 
@@ -209,9 +208,7 @@ def measure_in_process(variant: str, problem: Problem) -> dict[str, float]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def summarize(
-    comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, float]]]
-) -> dict[str, object]:
+def summarize(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, float]]]) -> dict[str, object]:
     """Medians over the repetitions of the shares of time and memory, and whether the targets are met."""
     ours, base = ([run[name] for run in runs] for name in (comparison.variant, comparison.baseline))
 

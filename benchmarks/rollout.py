@@ -73,9 +73,7 @@ def generate_runner(
     """The same with `model.generate` on left-padded prompts."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-    )
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
     def run() -> int:
         output: Tensor = model.generate(  # type: ignore[operator]
@@ -108,9 +106,7 @@ def tokens_per_second(runners: dict[str, Callable[[], int]], num_repetitions: in
 
 def main() -> int:
     """Print one line per case and batch size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repetitions", type=int, default=7)
     arguments = parser.parse_args()

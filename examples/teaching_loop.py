@@ -179,9 +179,7 @@ class Batch(NamedTuple):
     old_log_probs: Tensor  # [B, R], log pi_old
 
 
-def policy_loss(
-    log_probs: Tensor, batch: Batch, bounds: Bounds, *, importance_cap: float
-) -> tuple[Tensor, Tensor]:
+def policy_loss(log_probs: Tensor, batch: Batch, bounds: Bounds, *, importance_cap: float) -> tuple[Tensor, Tensor]:
     """From log pi_theta [B, R] to (loss [], ratios pi_theta / pi_old [B, R] without gradient)."""
     # Logs are bounded before exp, so that neither a value nor a gradient can overflow.
     weight = (batch.old_log_probs - batch.sampler_log_probs).clamp(-20, 20).exp().clamp(max=importance_cap)

@@ -107,9 +107,7 @@ class Trajectories:
         return int(self.response_mask.sum())
 
     @classmethod
-    def from_completions(
-        cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> Trajectories:
+    def from_completions(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Trajectories:
         """Lay prompts and their completions out flat.
 
         Args:
@@ -155,8 +153,7 @@ class Trajectories:
         """For each sequence, int64 [length]: its tokens inside the response mask."""
         sizes = self.lengths.tolist()
         return [
-            tokens[mask]
-            for tokens, mask in zip(self.tokens.split(sizes), self.response_mask.split(sizes), strict=True)
+            tokens[mask] for tokens, mask in zip(self.tokens.split(sizes), self.response_mask.split(sizes), strict=True)
         ]
 
 
@@ -184,7 +181,7 @@ class TrainingBatch:
         for name, value in log_probs.items():
             if name not in names or value.shape != self.trajectories.tokens.shape:
                 raise ValueError(f"{name} {tuple(value.shape)}: expected one of {sorted(names)} of shape [T]")
-        return replace(self, **log_probs)
+        return replace(self, **log_probs)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Calibrated clipping inside the loop: shadow passes, paired ratios, statistics, new bounds, instruments, ledger.
 
-On a measured step the BF16 shadow runs twice over the tokens: once before the first update (pi_old), and once mini-batch by
-mini-batch right before each update (pi_theta), at the very weights whose FP8 ratios that update clips. The first mini-batch
-needs no second pass: its weights have not moved, so its BF16 ratio is 1. FP8 ratios are those that the training forward
-computed; there is no extra FP8 pass.
+On a measured step the BF16 shadow runs twice over the tokens: once before the first update (pi_old), and once
+mini-batch by mini-batch right before each update (pi_theta), at the very weights whose FP8 ratios that update
+clips. The first mini-batch needs no second pass: its weights have not moved, so its BF16 ratio is 1. FP8 ratios are
+those that the training forward computed; there is no extra FP8 pass.
 
-All ranks take part in the shadow passes; the ranks that report tokens add them up, and one all-reduce of a few kilobytes makes
-the statistics global, so that every rank derives the same bounds.
+All ranks take part in the shadow passes; the ranks that report tokens add them up, and one all-reduce of a few
+kilobytes makes the statistics global, so that every rank derives the same bounds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_calclip.algorithms.bootstrap import sample_sequences
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration import CalibrationReport, CalibrationSettings, ClipCalibrator
+from megatron_calclip.algorithms.calibration_settings import Algorithm
 from megatron_calclip.algorithms.gspo import sequence_log_ratio
 from megatron_calclip.algorithms.overclip import (
     ENTROPY_EDGES,
@@ -66,7 +67,7 @@ def settings_of(config: Config) -> CalibrationSettings:
     )
     changes: dict[str, Any] = {name: getattr(c, name) for name in plain.split() if getattr(c, name) is not None}
     changes |= {name: ClipBounds(*getattr(c, name)) for name in ("start", "reference") if getattr(c, name) is not None}
-    algorithm = "gspo" if a.loss == "gspo" else "dapo" if a.aggregation == "token_mean" else "grpo"
+    algorithm: Algorithm = "gspo" if a.loss == "gspo" else "dapo" if a.aggregation == "token_mean" else "grpo"
     preset = CalibrationSettings.paper if c.preset == "paper" else CalibrationSettings.robust
     try:
         return preset(algorithm, **changes)
@@ -190,7 +191,9 @@ class CalibrationLoop:
             shadow_old=torch.zeros(prepared.num_tokens),
             shadow_new=torch.zeros(prepared.num_tokens),
             overclip=OverclipSums.empty(),
-            attribution={name: torch.zeros(len(edges) + 1, 4, dtype=torch.int64) for name, edges in ATTRIBUTIONS.items()},
+            attribution={
+                name: torch.zeros(len(edges) + 1, 4, dtype=torch.int64) for name, edges in ATTRIBUTIONS.items()
+            },
         )
         for minibatch in minibatches:
             measurement.shadow_old += self._shadow(measurement, minibatch)
@@ -220,7 +223,13 @@ class CalibrationLoop:
             measurement.shadow_new[index] = self._shadow(measurement, minibatch)[index]
 
     def after_update(
-        self, measurement: Measurement, minibatch: int, result: UpdateResult, *, weights_unmoved: bool, bounds: ClipBounds
+        self,
+        measurement: Measurement,
+        minibatch: int,
+        result: UpdateResult,
+        *,
+        weights_unmoved: bool,
+        bounds: ClipBounds,
     ) -> None:
         """Add one update's paired ratios to the statistics and instruments."""
         if minibatch not in measurement.minibatches or not self.learner.runtime.reports_tokens:
@@ -228,9 +237,7 @@ class CalibrationLoop:
         for record in result.extras:
             self._add(measurement, minibatch, record, weights_unmoved=weights_unmoved, bounds=bounds)
 
-    def _add(
-        self, m: Measurement, minibatch: int, record: Any, *, weights_unmoved: bool, bounds: ClipBounds
-    ) -> None:
+    def _add(self, m: Measurement, minibatch: int, record: Any, *, weights_unmoved: bool, bounds: ClipBounds) -> None:
         index = record.index
         mask = m.measured[m.tokens.sequence_ids[index]]
         local_ids = m.tokens.sequence_ids[index]

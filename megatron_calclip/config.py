@@ -551,9 +551,7 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -564,18 +562,14 @@ for _tag, _pattern, _first in (
     ("float", _FLOAT, list("-+.0123456789")),
     ("merge", "<<", ["<"]),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.ASCII), _first
-    )
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.ASCII), _first)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or `_Loader` would take for something else."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(f"^({_FLOAT})$", re.ASCII), list("-+.0123456789")
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_FLOAT})$", re.ASCII), list("-+.0123456789"))
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -631,9 +625,7 @@ def _read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if parent is None:
         return values
     if not isinstance(parent, str) or not os.path.isfile(path.parent / parent):
-        raise UserError(
-            f"{path}: extends", f"{parent!r} is no file; give a YAML file's path relative to this one"
-        )
+        raise UserError(f"{path}: extends", f"{parent!r} is no file; give a YAML file's path relative to this one")
     return _merge(_read_file(path.parent / parent, (*seen, path.resolve())), values)
 
 
@@ -801,9 +793,7 @@ def _check_layout(config: Config, world_size: int) -> None:
         "change parallel, or the number of processes (torchrun --nproc-per-node; cluster for --dry-run)",
     )
     dp = world_size // ranks
-    _check(
-        t.samples_per_prompt >= 2, "train.samples_per_prompt", "a group needs at least 2 samples; raise it"
-    )
+    _check(t.samples_per_prompt >= 2, "train.samples_per_prompt", "a group needs at least 2 samples; raise it")
     _check(
         config.sequences_per_step % a.num_minibatches == 0,
         "algorithm.num_minibatches",
@@ -897,13 +887,10 @@ def check_shape(shape: ShapeConfig, parallel: ParallelConfig, *, where: str = "m
     _check(
         s.head_dim is not None or s.hidden_size % s.num_attention_heads == 0,
         where,
-        f"hidden_size {s.hidden_size} is not divisible by num_attention_heads {s.num_attention_heads}; "
-        "give head_dim",
+        f"hidden_size {s.hidden_size} is not divisible by num_attention_heads {s.num_attention_heads}; give head_dim",
     )
     head_dim = s.head_dim or s.hidden_size // s.num_attention_heads
-    _check(
-        head_dim % 2 == 0, where, f"head_dim {head_dim} is odd; rotary embedding turns pairs, use an even one"
-    )
+    _check(head_dim % 2 == 0, where, f"head_dim {head_dim} is odd; rotary embedding turns pairs, use an even one")
     for name, value in (
         ("num_attention_heads", s.num_attention_heads),
         ("num_query_groups", s.num_query_groups),

@@ -22,6 +22,7 @@ from megatron_calclip.tasks import Row, Source, generated_task
 # Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them.
 EVAL_ID_OFFSET = 1 << 40
 
+
 class JsonLines:
     """Rows of a JSON Lines file, shuffled anew each epoch.
 
@@ -178,9 +179,7 @@ def _source(name: str, *, where: str, config: Config, held_out: bool) -> Source:
 
 def _stream(name: str, tokenizer: Any, config: Config, *, where: str, held_out: bool) -> PromptStream:
     if config.data.chat_template and not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "data.chat_template", "the tokenizer has no template; use false, or another tokenizer"
-        )
+        raise UserError("data.chat_template", "the tokenizer has no template; use false, or another tokenizer")
     source = _source(name, where=where, config=config, held_out=held_out)
     offset = EVAL_ID_OFFSET if held_out else 0
     return PromptStream(source, tokenizer, config, id_offset=offset, where=where)

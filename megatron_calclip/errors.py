@@ -1,8 +1,9 @@
 """The one exception that a user's mistake raises.
 
-Everything a user can get wrong (configuration, data, files, a reward of their own) ends in a `UserError`: the command line
-prints it as one line, `error: section.key: what is wrong; what to do`, and exits with status 2 (wrong usage or
-configuration) or 1 (the run failed). A traceback is for bugs of ours only. Imports nothing, so that any module may use it.
+Everything a user can get wrong (configuration, data, files, a reward of their own) ends in a `UserError`: the
+command line prints it as one line, `error: section.key: what is wrong; what to do`, and exits with status 2 (wrong
+usage or configuration) or 1 (the run failed). A traceback is for bugs of ours only. Imports nothing, so that any
+module may use it.
 """
 
 EXIT_FAILED = 1

@@ -105,9 +105,7 @@ def load_hf_config(model: ModelConfig, parallel: ParallelConfig, tokenizer: Any)
         return _make_config(model.shape, model.max_sequence_length, tokenizer)
     assert model.hf is not None
     if not os.path.isfile(Path(model.hf) / "config.json"):
-        raise UserError(
-            "model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model"
-        )
+        raise UserError("model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(model.hf, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -127,8 +125,7 @@ def load_hf_config(model: ModelConfig, parallel: ParallelConfig, tokenizer: Any)
     if model.max_sequence_length > config.max_position_embeddings:
         raise UserError(
             "model.max_sequence_length",
-            f"{model.max_sequence_length} exceeds the model's context of {config.max_position_embeddings}; "
-            "lower it",
+            f"{model.max_sequence_length} exceeds the model's context of {config.max_position_embeddings}; lower it",
         )
     if len(tokenizer) > config.vocab_size:
         raise UserError(
@@ -142,13 +139,9 @@ def _check_architecture(config: PretrainedConfig, model: ModelConfig) -> None:
     """Refuse what the learner's layers would silently compute in another way."""
     if config.model_type not in _CONFIG_CLASSES:
         supported = ", ".join(_CONFIG_CLASSES)
-        raise UserError(
-            "model.hf", f"architecture {config.model_type!r} is not supported; use one of {supported}"
-        )
+        raise UserError("model.hf", f"architecture {config.model_type!r} is not supported; use one of {supported}")
     if config.hidden_act != "silu":
-        raise UserError(
-            "model.hf", f"hidden_act {config.hidden_act!r} is not supported; use a model with silu"
-        )
+        raise UserError("model.hf", f"hidden_act {config.hidden_act!r} is not supported; use a model with silu")
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and model.max_sequence_length > config.sliding_window:
         raise UserError(

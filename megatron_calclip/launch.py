@@ -22,12 +22,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="grpo_fp8.py", description="Reinforcement learning of a language model on Megatron-Core."
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="path of a YAML file, or the name of a shipped configuration"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
-    )
+    parser.add_argument("config", metavar="CONFIG", help="path of a YAML file, or the name of a shipped configuration")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--dry-run", action="store_true", help="check and print the configuration, then stop")
     # Overrides may stand before or after the flag.
     return parser.parse_intermixed_args(argv)

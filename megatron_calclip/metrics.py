@@ -90,12 +90,8 @@ METRICS: dict[str, Metric] = {
     "calibration/upper_choice": Metric("H*, before smoothing", _PAIRED),
     "calibration/lower_after": Metric("L from the next step on", _PAIRED),
     "calibration/upper_after": Metric("H from the next step on", _PAIRED),
-    "calibration/lower_multiple": Metric(
-        "FP8 over BF16 clips of A < 0 tokens, both at the reference", _PAIRED
-    ),
-    "calibration/upper_multiple": Metric(
-        "FP8 over BF16 clips of A > 0 tokens, both at the reference", _PAIRED
-    ),
+    "calibration/lower_multiple": Metric("FP8 over BF16 clips of A < 0 tokens, both at the reference", _PAIRED),
+    "calibration/upper_multiple": Metric("FP8 over BF16 clips of A > 0 tokens, both at the reference", _PAIRED),
     "calibration/balance_target": Metric("positive over negative update that survives BF16's clip", _PAIRED),
     "calibration/balance_after": Metric("the same in FP8 at the new bounds", _PAIRED),
     "calibration/lower_at_edge": Metric("1 when L* lies at the end of its grid", _PAIRED),

@@ -1,8 +1,8 @@
 """From flat tensors of one step to the loss of a micro-batch: where the algorithm's parts meet.
 
-Pure tensors, no process groups. The trainer fills `PolicyTokens` once a step; `policy_objective` turns one mini-batch of it
-into the function that the learner calls for each micro-batch. All denominators are global counts, so micro-batch losses and
-metric sums only ever add up.
+Pure tensors, no process groups. The trainer fills `PolicyTokens` once a step; `policy_objective` turns one
+mini-batch of it into the function that the learner calls for each micro-batch. All denominators are global counts,
+so micro-batch losses and metric sums only ever add up.
 """
 
 from __future__ import annotations
@@ -129,13 +129,9 @@ def _loss_output(
         return cispo_loss(inputs, bounds, exact_on_policy=exact_on_policy)
     if algorithm.loss == "oracle":
         assert reference_ratio is not None
-        return oracle_surrogate(
-            inputs, bounds, reference_ratio=reference_ratio, dual_clip=algorithm.clip.dual
-        )
+        return oracle_surrogate(inputs, bounds, reference_ratio=reference_ratio, dual_clip=algorithm.clip.dual)
     # bapo is the clipped surrogate, too; its bounds are searched by the caller
-    return clipped_surrogate(
-        inputs, bounds, dual_clip=algorithm.clip.dual, exact_on_policy=exact_on_policy
-    )
+    return clipped_surrogate(inputs, bounds, dual_clip=algorithm.clip.dual, exact_on_policy=exact_on_policy)
 
 
 def policy_objective(

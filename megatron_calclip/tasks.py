@@ -1,8 +1,9 @@
 """Generated tasks with a verifiable answer, and demonstrations of them for a supervised start.
 
-`arithmetic` is what the headline demo learns. `scratchpad` keeps its entropy while it is learned: each running sum of the prompt's
-digits is followed by a letter of the policy's choice, so that there are tokens to be certain and tokens to be free about, and its
-answers are long enough for rare tokens to matter. It is the task on which noise in the importance ratio is studied.
+`arithmetic` is what the headline demo learns. `scratchpad` keeps its entropy while it is learned: each running sum
+of the prompt's digits is followed by a letter of the policy's choice, so that there are tokens to be certain and
+tokens to be free about, and its answers are long enough for rare tokens to matter. It is the task on which noise in
+the importance ratio is studied.
 """
 
 from __future__ import annotations

@@ -193,9 +193,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
     kept = []
     # Not splitlines: a text in JSON may hold other characters that it takes for the end of a line.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # half a line, written when the run was killed
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, written when the run was killed
             if step > 0 and json.loads(line)["step"] <= step:
                 kept.append(line)
     aside = path.with_suffix(".partial")

@@ -1,7 +1,8 @@
 """The loop: prompts -> rollout -> rewards -> advantages -> old log-probs -> updates -> weight sync -> metrics -> checkpoint.
 
-It has no maths and no process groups of its own; every stage takes a typed batch and returns the next one. All ranks run this
-same code, and hold the same trajectories; only log-probabilities and gradients are divided among them.
+It has no maths and no process groups of its own; every stage takes a typed batch and returns the next one. All
+ranks run this same code, and hold the same trajectories; only log-probabilities and gradients are divided among
+them.
 """
 
 from __future__ import annotations
@@ -246,9 +247,7 @@ class Trainer:
                     weights_unmoved=unmoved,
                     reference_ratio=measurement.ratio16() if oracle else None,  # type: ignore[union-attr]
                 )
-                result = self.learner.update(
-                    prepared, index, objective, entropy_grad=algorithm.entropy_bonus > 0
-                )
+                result = self.learner.update(prepared, index, objective, entropy_grad=algorithm.entropy_bonus > 0)
                 if unmoved and not self.skips_on_policy_check:
                     check_on_policy(result)
                 if measurement is not None:
@@ -300,9 +299,7 @@ class Trainer:
         """Whether something done every so many steps, and at the end, is due after the present step."""
         return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
 
-    def metrics(
-        self, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds
-    ) -> dict[str, float]:
+    def metrics(self, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds) -> dict[str, float]:
         """The step's metrics, reduced over ranks; see `metrics.METRICS`."""
         trajectories, rewards = batch.trajectories, batch.rewards
         lengths = trajectories.response_lengths.float()
@@ -393,7 +390,8 @@ def check_on_policy(result: UpdateResult) -> None:
     """Assert that the first mini-batch's ratios are 1: the weights have not moved since pi_old.
 
     Raises:
-        AssertionError: when they are not, which means that pi_old was computed over other micro-batches, at other weights or
+        AssertionError: when they are not, which means that pi_old was computed over other micro-batches, at other
+        weights or
             by kernels that do not repeat; every clip statistic of the run would be wrong.
     """
     for record in result.extras:

@@ -59,9 +59,7 @@ def _cache_key(config: Config) -> str:
         "optimizer": optimizer,
         "seed": config.train.seed,
     }
-    return hashlib.sha256(
-        json.dumps(shaping, sort_keys=True, default=dataclasses.asdict).encode()
-    ).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(shaping, sort_keys=True, default=dataclasses.asdict).encode()).hexdigest()[:16]
 
 
 def initial_weights(
@@ -108,9 +106,7 @@ def _random_weights(config: Config, hf_config: Any) -> HFSource:
     """transformers' initialisation under the run's seed: it depends on no layout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        return HFSource.from_tensors(
-            AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict()
-        )
+        return HFSource.from_tensors(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict())
 
 
 def _demonstrations(
@@ -158,9 +154,7 @@ def _train(
         result = learner.update(batch, 0, supervised_objective(weights))
         if (step + 1) % report_every == 0:
             share = result.loss if runtime.reports_tokens else torch.zeros_like(result.loss)
-            say(
-                f"warm start {step + 1}/{settings.num_steps}  loss {float(runtime.sum_over_world(share)):.3f}"
-            )
+            say(f"warm start {step + 1}/{settings.num_steps}  loss {float(runtime.sum_over_world(share)):.3f}")
     problem = None
     stream_of_weights = learner.stream_hf(dtype=torch.float32)
     if runtime.rank == 0:

@@ -13,9 +13,7 @@ from torch import Tensor
 AdvantageKind = Literal["group_norm", "mean_only", "leave_one_out"]
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, *, kind: AdvantageKind, epsilon: float = 1e-6
-) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, *, kind: AdvantageKind, epsilon: float = 1e-6) -> Tensor:
     """Advantage of each answer relative to its group.
 
     - `group_norm`: (r - mean) / (std + epsilon). GRPO (arXiv 2402.03300, section 4.1.2). The std is the

@@ -59,9 +59,7 @@ class BalanceSearch(Search):
         return (self.curve[-1] - self.curve[0]) / self.target if self.target > 0 else math.inf
 
 
-def search_lower(
-    statistics: RatioStatistics, grid: BoundGrid, *, candidates: Sequence[int], present: int
-) -> Search:
+def search_lower(statistics: RatioStatistics, grid: BoundGrid, *, candidates: Sequence[int], present: int) -> Search:
     """The candidate L at which FP8 clips as many A < 0 tokens as BF16 does at the reference.
 
     L* = argmin over the grid of |F8(L) - alpha| with alpha = F16(L_ref), the F being shares of A < 0 tokens.
@@ -73,9 +71,7 @@ def search_lower(
         candidates: edges to choose from, ascending.
         present: edge of the present bound.
     """
-    clipped8 = statistics.below(Quantity.COUNT, precision=Precision.FP8, side=Side.NEGATIVE)[
-        :, list(candidates)
-    ]
+    clipped8 = statistics.below(Quantity.COUNT, precision=Precision.FP8, side=Side.NEGATIVE)[:, list(candidates)]
     tail16 = statistics.below(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE)[:, grid.reference]
     num_tokens = statistics.total(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE)
     chosen = _nearest((clipped8 - tail16.unsqueeze(1)).abs(), candidates=candidates, present=present)
@@ -164,9 +160,7 @@ def search_upper(
     )
 
 
-def sequence_candidates(
-    statistics: RatioStatistics, side: Side, *, quantile: float, width: float
-) -> tuple[int, ...]:
+def sequence_candidates(statistics: RatioStatistics, side: Side, *, quantile: float, width: float) -> tuple[int, ...]:
     """Candidates around the spread of BF16's sequence ratios (our choice; the paper leaves sequences open).
 
     The spread s is |log r16| at the edge next to the quantile, of r16 over A < 0, of 1 / r16 over A > 0. The

@@ -95,14 +95,10 @@ class ClipCalibrator:
                 f"{name} bound: {rule}; {len(grid.candidates)} candidates from {first:.6g} to {last:.6g}; "
                 f"from {bound:.6g} to the reference {reference:.6g} it takes {cost} calibrations"
             )
-        lines.append(
-            f"no calibration before step {self.settings.start_step}: the first updates are not typical"
-        )
+        lines.append(f"no calibration before step {self.settings.start_step}: the first updates are not typical")
         return tuple(lines)
 
-    def new_statistics(
-        self, *, weight_scale: float = 1.0, device: torch.device | str = "cpu"
-    ) -> RatioStatistics:
+    def new_statistics(self, *, weight_scale: float = 1.0, device: torch.device | str = "cpu") -> RatioStatistics:
         """Empty statistics with the edges that `calibrate` needs.
 
         Args:
@@ -166,16 +162,15 @@ class ClipCalibrator:
                 f"({error}); widen calibration.grid_lower or calibration.grid_upper"
             ) from None
         self._bounds = bounds
-        self._interval = state["interval"]
+        if self.settings.schedule == "drift":
+            self._interval = state["interval"]
         self._next_step = state["next_step"]
         self._last_gap = state["last_gap"]
         size = self.new_statistics().state().shape
         same_edges = state["edges"] == [list(self._lower_grid.edges), list(self._upper_grid.edges)]
         usable = [pooled for pooled in state["pool"] if same_edges and pooled.shape == size]
         if len(usable) < len(state["pool"]):
-            logger.warning(
-                "calibration: the pool of the checkpoint is dropped, its grids or replicates differ"
-            )
+            logger.warning("calibration: the pool of the checkpoint is dropped, its grids or replicates differ")
         self._pool = [pooled.cpu().clone() for pooled in usable]
 
     def _pooled(self, statistics: RatioStatistics) -> tuple[RatioStatistics, int]:
@@ -238,14 +233,10 @@ class ClipCalibrator:
         upper = _bound_report(statistics, Side.POSITIVE, upper_grid, old_upper, rebalance, hold=reason)
 
         uppers = [rebalance.choice, upper_grid.index(upper.after)]
-        at_choice, after = balance(statistics, Precision.FP8, lower=new_lower, uppers=uppers, kind=kind)[
-            0
-        ].tolist()
-        before = balance(statistics, Precision.FP8, lower=old_lower, uppers=[old_upper], kind=kind)
-        tail = statistics.below(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE)[
-            :, lower_grid.reference
-        ]
-        total = statistics.total(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE)
+        new = balance(statistics, Precision.FP8, lower=new_lower, uppers=uppers, kind=kind)
+        old = balance(statistics, Precision.FP8, lower=old_lower, uppers=[old_upper], kind=kind)
+        tail = statistics.below(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE).double()
+        total = statistics.total(Quantity.COUNT, precision=Precision.BF16, side=Side.NEGATIVE).double()
         return CalibrationReport(
             step=step,
             lower=lower,
@@ -254,11 +245,11 @@ class ClipCalibrator:
             num_positive=_num_tokens(statistics, Side.POSITIVE),
             num_tail_tokens=num_tail_tokens,
             num_pooled=num_pooled,
-            alpha_interval=percentile_interval((tail.double() / total.double())[1:]),
+            alpha_interval=percentile_interval((tail[:, lower_grid.reference] / total)[1:]),
             balance_target=_finite(rebalance.target),
-            balance_before=_finite(float(before[0, 0])),
-            balance_choice=_finite(at_choice),
-            balance_after=_finite(after),
+            balance_before=_finite(float(old[0, 0])),
+            balance_choice=_finite(float(new[0, 0])),
+            balance_after=_finite(float(new[0, 1])),
             balance_range=(rebalance.curve[0], rebalance.curve[-1]) if rebalance.is_defined else None,
             num_unmoved_weights=statistics.num_unmoved_weights,
             num_unmoved_weights_off_one=statistics.num_unmoved_weights_off_one,
@@ -283,9 +274,7 @@ class ClipCalibrator:
             )
         return self._why_uncertain(search, candidates)
 
-    def _why_hold_upper(
-        self, search: BalanceSearch, candidates: tuple[int, ...], statistics: RatioStatistics
-    ) -> str:
+    def _why_hold_upper(self, search: BalanceSearch, candidates: tuple[int, ...], statistics: RatioStatistics) -> str:
         """The rule that forbids to act on the search for H, or an empty string."""
         settings = self.settings
         for side in Side:
@@ -351,8 +340,7 @@ def _clip_gap(statistics: RatioStatistics, reference: int) -> tuple[float, float
     """Share of A < 0 tokens clipped at the lower reference: FP8 minus BF16, and BF16."""
     num_tokens = max(_num_tokens(statistics, Side.NEGATIVE), 1)
     clipped8, clipped16 = (
-        int(statistics.below(Quantity.COUNT, precision=precision, side=Side.NEGATIVE)[0, reference])
-        / num_tokens
+        int(statistics.below(Quantity.COUNT, precision=precision, side=Side.NEGATIVE)[0, reference]) / num_tokens
         for precision in Precision
     )
     return clipped8 - clipped16, clipped16
@@ -367,8 +355,7 @@ def _bound_report(
         after += max(-grid.max_move, min(grid.max_move, search.choice - present))
     num_tokens = _num_tokens(statistics, side)
     below8, below16 = (
-        statistics.below(Quantity.COUNT, precision=precision, side=side)[0].tolist()
-        for precision in Precision
+        statistics.below(Quantity.COUNT, precision=precision, side=side)[0].tolist() for precision in Precision
     )
 
     def share(below: list[int], edge: int) -> float:
@@ -376,15 +363,14 @@ def _bound_report(
         return clipped / num_tokens
 
     choice = grid.edges[search.choice]
+    ends = [grid.edges[edge] for edge in search.interval or ()]
     return BoundReport(
         before=grid.edges[present],
         after=grid.edges[after],
         status="held" if hold else "edge" if search.beyond else "moved" if after != present else "unchanged",
         reason=hold or search.beyond,
         choice=choice,
-        interval=(grid.edges[search.interval[0]], grid.edges[search.interval[1]])
-        if search.interval
-        else None,
+        interval=(ends[0], ends[1]) if ends else None,
         num_calibrations_left=0 if hold else grid.num_calibrations(grid.edges[after], choice),
         share8_reference=share(below8, grid.reference),
         share16_reference=share(below16, grid.reference),

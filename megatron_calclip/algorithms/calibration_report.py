@@ -172,9 +172,7 @@ def _bound_line(name: str, bound: BoundReport, symbol: str) -> str:
     if bound.status == "held":
         return f"{name} held at {bound.before:.6g}: {bound.reason}"
     moved = bound.after != bound.before
-    line = (
-        f"{name} {bound.before:.6g} -> {bound.after:.6g}" if moved else f"{name} stays at {bound.after:.6g}"
-    )
+    line = f"{name} {bound.before:.6g} -> {bound.after:.6g}" if moved else f"{name} stays at {bound.after:.6g}"
     line += f", {symbol} = {bound.choice:.6g}{_interval(bound.interval, '.6g')}"
     if bound.num_calibrations_left:
         line += f", {bound.num_calibrations_left} more to get there"

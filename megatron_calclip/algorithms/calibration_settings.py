@@ -37,8 +37,7 @@ _E24 = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 51, 
 """Mantissas (times 10) of the E24 series of preferred numbers, IEC 60063: 24 steps of about 10% per decade,
 the relative step of a grid of 0.02 around a distance of 0.2 to 1."""
 _SEQUENCE_DECADES = range(-5, -1)
-"""Edges of the sequence mode lie at |log r| from 1e-5, where float32 ratios still resolve a step, to
-0.091."""
+"""Edges of the sequence mode lie at |log r| from 1e-5, where float32 still resolves a step, to 0.091."""
 
 
 @dataclass(frozen=True)
@@ -165,49 +164,31 @@ class CalibrationSettings:
 
     def __post_init__(self) -> None:
         """Refuse what no calibration can work with."""
-        for name, choices in (
-            ("mode", Mode),
-            ("schedule", Schedule),
-            ("minibatches", Minibatches),
-            ("balance", Balance),
-            ("weighting", Weighting),
-        ):
-            _check(
-                name,
-                getattr(self, name),
-                getattr(self, name) in get_args(choices),
-                f"one of {get_args(choices)}",
-            )
-        for name in (
-            "interval",
-            "start_step",
-            "drift_stretch",
-            "min_tail_tokens",
-            "pool",
-            "sequence_max_move",
-        ):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+
+        def check(name: str, valid: bool, allowed: str) -> None:
+            _check(name, getattr(self, name), valid, allowed)
+
+        choices = {
+            "mode": Mode,
+            "schedule": Schedule,
+            "minibatches": Minibatches,
+            "balance": Balance,
+            "weighting": Weighting,
+        }
+        for name, kind in choices.items():
+            check(name, getattr(self, name) in get_args(kind), f"one of {get_args(kind)}")
+        for name in ("interval", "start_step", "drift_stretch", "min_tail_tokens", "pool"):
+            check(name, getattr(self, name) >= 1, "at least 1")
         for name in ("num_replicates", "drift_tolerance", "min_balance_range"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+            check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("token_fraction", "max_interval_share"):
-            _check(name, getattr(self, name), 0 < getattr(self, name) <= 1, "in (0, 1]")
-        _check(
-            "sequence_grid_quantile",
-            self.sequence_grid_quantile,
-            0 < self.sequence_grid_quantile < 0.5,
-            "in (0, 0.5)",
-        )
-        _check(
-            "sequence_grid_width", self.sequence_grid_width, self.sequence_grid_width >= 1.5, "at least 1.5"
-        )
-        _, upper = self.grids(self.start)
-        cap, last = self.balance_ratio_cap, upper.edges[-1]
-        _check(
-            "balance_ratio_cap",
-            cap,
-            cap is None or cap >= last,
-            f"null, or at least the largest bound {last}",
-        )
+            check(name, 0 < getattr(self, name) <= 1, "in (0, 1]")
+        check("sequence_grid_quantile", 0 < self.sequence_grid_quantile < 0.5, "in (0, 0.5)")
+        check("sequence_grid_width", self.sequence_grid_width >= 1.5, "at least 1.5")
+        check("sequence_max_move", self.sequence_max_move >= 1, "at least 1")
+        last = self.grids(self.start)[1].edges[-1]
+        cap = self.balance_ratio_cap
+        check("balance_ratio_cap", cap is None or cap >= last, f"null, or at least the largest bound {last}")
 
     def grids(self, present: ClipBounds) -> tuple[BoundGrid, BoundGrid]:
         """Grids of the lower and the upper bound that hold the present bounds.
@@ -216,22 +197,15 @@ class CalibrationSettings:
             ValueError: when the present bounds lie outside the grids.
         """
         reference, start = self.reference, self.start
+        lower = (reference.lower, start.lower, present.lower)
+        upper = (reference.upper, start.upper, present.upper)
         if self.mode == "sequence":
-            # The cap of the balance does not matter here: sequence ratios end far below it.
-            lower = _log_grid(
-                -1, (reference.lower, start.lower, present.lower), max_move=self.sequence_max_move
-            )
-            upper = _log_grid(
-                1, (reference.upper, start.upper, present.upper), max_move=self.sequence_max_move
-            )
-            return lower, upper
-        lower = _linear_grid(
-            "lower", self.grid_lower, self.delta_lower, reference.lower, (start.lower, present.lower)
+            max_move = self.sequence_max_move
+            return _log_grid(-1, lower, max_move=max_move), _log_grid(1, upper, max_move=max_move)
+        return (
+            _linear_grid("lower", self.grid_lower, self.delta_lower, lower),
+            _linear_grid("upper", self.grid_upper, self.delta_upper, upper),
         )
-        upper = _linear_grid(
-            "upper", self.grid_upper, self.delta_upper, reference.upper, (start.upper, present.upper)
-        )
-        return lower, upper
 
 
 def _check(name: str, value: object, valid: bool, allowed: str) -> None:
@@ -246,31 +220,34 @@ def _thousandths(name: str, value: float) -> int:
 
 
 def _linear_grid(
-    side: str, grid: tuple[float, float, float], delta: float, reference: float, bounds: tuple[float, ...]
+    side: str, grid: tuple[float, float, float], delta: float, bounds: tuple[float, float, float]
 ) -> BoundGrid:
-    """Edges on a lattice of thousandths that smoothing never leaves: the same edges all run."""
+    """Edges on a lattice of thousandths that smoothing never leaves: the same edges all run.
+
+    `bounds` are the reference, which may lie anywhere, the start and the present bound.
+    """
     first, last, step = (_thousandths(f"grid_{side}", value) for value in grid)
     right_side = last < 1000 if side == "lower" else first > 1000
     steps = 0 < first < last and step > 0 and (last - first) % step == 0
     _check(f"grid_{side}", grid, steps and right_side, "first < last in whole steps, on its side of 1")
     move = _thousandths(f"delta_{side}", delta)
     _check(f"delta_{side}", delta, move > 0, "at least 0.001")
-    fixed = [_thousandths("start", bound) for bound in bounds]
-    for bound, whole in zip(bounds, fixed, strict=True):
+    reference = _thousandths("reference", bounds[0])
+    inside = [_thousandths("start", bound) for bound in bounds[1:]]
+    for bound, whole in zip(bounds[1:], inside, strict=True):
         _check("start", bound, first <= whole <= last, f"{grid[0]} to {grid[1]} for the {side} bound")
-    target = _thousandths("reference", reference)
-    spacing = math.gcd(step, move, *(bound - first for bound in fixed), abs(target - first))
-    edges = sorted({*range(first, last + 1, spacing), target})
+    spacing = math.gcd(step, move, *(whole - first for whole in [reference, *inside]))
+    edges = sorted({*range(first, last + 1, spacing), reference})
     return BoundGrid(
         edges=tuple(edge / 1000 for edge in edges),
         candidates=tuple(edges.index(edge) for edge in range(first, last + 1, step)),
-        reference=edges.index(target),
+        reference=edges.index(reference),
         max_move=move // spacing,
     )
 
 
-def _log_grid(sign: int, bounds: tuple[float, ...], *, max_move: int) -> BoundGrid:
-    """Edges exp(sign * m), m in the E24 series; given bounds, the reference first, replace neighbours."""
+def _log_grid(sign: int, bounds: tuple[float, float, float], *, max_move: int) -> BoundGrid:
+    """Edges exp(sign * m), m in the E24 series; the given bounds, reference first, replace neighbours."""
     given = {math.log(bound) * sign: bound for bound in bounds}
     magnitudes = [mantissa * 10.0 ** (decade - 1) for decade in _SEQUENCE_DECADES for mantissa in _E24]
     # An edge within a fifth of a step of a given bound would differ from it by little more than rounding.

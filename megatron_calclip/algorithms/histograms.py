@@ -291,9 +291,7 @@ class _BucketTable:
         last_cell = (max(lower[-1], upper[-1]) >> self._shift) + 1
         self._num_cells = last_cell - self._first_cell + 1
         if self._num_cells > _MAX_CELLS:
-            raise ValueError(
-                "edges lie too close to each other for the range they span; widen the grid's steps"
-            )
+            raise ValueError("edges lie too close to each other for the range they span; widen the grid's steps")
         # Ratios before the first cell or behind the last one are moved to its start or end.
         self._range = (self._first_cell << self._shift, ((last_cell + 1) << self._shift) - 1)
         self.num_bins = len(lower) + 1 + len(upper) + 1

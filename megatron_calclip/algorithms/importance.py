@@ -78,9 +78,7 @@ def importance_weights(
     if level == "sequence_product":
         log_weights = sequence_sum(log_weights, sequence_ids, num_sequences=num_sequences)[sequence_ids]
     elif level == "sequence_geometric":
-        log_weights = sequence_mean(log_weights, response_mask, sequence_ids, num_sequences=num_sequences)[
-            sequence_ids
-        ]
+        log_weights = sequence_mean(log_weights, response_mask, sequence_ids, num_sequences=num_sequences)[sequence_ids]
     raw = bounded_exp(log_weights)
     truncated = response_mask & (raw > cap)
     capped = torch.where(truncated, cap if mode == "truncate" else 0.0, raw)

@@ -15,9 +15,7 @@ from megatron_calclip.algorithms.ratio import MAX_LOG_RATIO, masked_log_ratio
 KLKind = Literal["k1", "k2", "k3"]
 
 
-def kl_penalty(
-    log_probs: Tensor, reference_log_probs: Tensor, *, response_mask: Tensor, kind: KLKind
-) -> Tensor:
+def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, *, response_mask: Tensor, kind: KLKind) -> Tensor:
     """KL(pi || reference) per sampled token, differentiable in both arguments.
 
     With d = log_probs - reference_log_probs:

@@ -168,9 +168,7 @@ def surrogate(
         ValueError: if dual_clip is not above 1.
     """
     if dual_clip is not None and not dual_clip > 1.0:
-        raise ValueError(
-            f"dual_clip={dual_clip} would clip on-policy tokens; choose a value above 1, or None"
-        )
+        raise ValueError(f"dual_clip={dual_clip} would clip on-policy tokens; choose a value above 1, or None")
     mask = inputs.response_mask
     advantages = masked(inputs.advantages, mask)
     weights = masked(inputs.importance_weights, mask).detach()

@@ -63,9 +63,7 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor, *, num_sequences: int) ->
     return values.new_zeros(num_sequences).index_add(0, sequence_ids, values)
 
 
-def sequence_mean(
-    values: Tensor, response_mask: Tensor, sequence_ids: Tensor, *, num_sequences: int
-) -> Tensor:
+def sequence_mean(values: Tensor, response_mask: Tensor, sequence_ids: Tensor, *, num_sequences: int) -> Tensor:
     """Mean of token values over the response tokens of each sequence, differentiable; 0 for an empty one.
 
     Args:

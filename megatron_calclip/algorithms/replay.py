@@ -336,9 +336,7 @@ def _settings_from_json(values: dict[str, Any]) -> CalibrationSettings:
     """Settings from `asdict` of them after JSON, which knows neither tuples nor dataclasses."""
     known = {field.name for field in fields(CalibrationSettings)}
     restored: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name in known
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in known
     }
     for name in ("reference", "start"):
         restored[name] = ClipBounds(**restored[name])

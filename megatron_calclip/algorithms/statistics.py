@@ -174,9 +174,7 @@ class RatioStatistics:
         Raises:
             ValueError: when the tensors are not 1-D of one length, or the mask is not bool.
         """
-        tokens = TokenRatios(
-            ratio8, ratio16, advantages, importance_weights, loss_weights, response_mask, sequence_ids
-        )
+        tokens = TokenRatios(ratio8, ratio16, advantages, importance_weights, loss_weights, response_mask, sequence_ids)
         if any(tensor.shape != ratio8.shape or tensor.dim() != 1 for tensor in tokens):
             shapes = {name: tuple(tensor.shape) for name, tensor in tokens._asdict().items()}
             raise ValueError(f"expected 1-D tensors of one length, got {shapes}; flatten them to [T]")

@@ -1,9 +1,9 @@
 """Causal attention and rotary embedding over packed sequences, for every device that torch's SDPA runs on.
 
-This is the `local` layer spec's attention; with TransformerEngine its own kernels take the same packed layout. Each group of
-similar sequences (`learner/packing.py`) is one call of `scaled_dot_product_attention`. Under context parallelism keys and
-values are gathered over the group (their gradients reduce-scattered), which is simple, exact, and costs one gather per
-layer; ring attention is TransformerEngine's.
+This is the `local` layer spec's attention; with TransformerEngine its own kernels take the same packed layout. Each
+group of similar sequences (`learner/packing.py`) is one call of `scaled_dot_product_attention`. Under context
+parallelism keys and values are gathered over the group (their gradients reduce-scattered), which is simple, exact,
+and costs one gather per layer; ring attention is TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_calclip.learner.packing import AttentionGroup, PackedLayout
 
 
 @dataclass
-class PackedTokens(PackedSeqParams):  # type: ignore[misc]
+class PackedTokens(PackedSeqParams):
     """Megatron's description of a packed micro-batch, with what our attention and rotary embedding need besides.
 
     `qkv_format` is `thd` for TransformerEngine. For our own attention it is `packed`: Megatron then applies the rotary
@@ -51,12 +51,12 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
         )
 
 
-class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
+class PackedRotaryEmbedding(RotaryEmbedding):
     """Rotary frequencies of a packed micro-batch, per token.
 
-    Megatron asks first for a length, then for the frequencies of that length. For our own attention the 'length' handed
-    back is the tensor of positions, so that each token gets the frequencies of its own position, on any context-parallel
-    rank; for TransformerEngine's `thd` kernels it is the longest sequence, as they expect.
+    Megatron asks first for a length, then for the frequencies of that length. For our own attention the 'length'
+    handed back is the tensor of positions, so that each token gets the frequencies of its own position, on any
+    context-parallel rank; for TransformerEngine's `thd` kernels it is the longest sequence, as they expect.
 
     Args:
         inv_freq: float32 [d / 2] inverse frequencies, scaling (linear, llama3, YaRN ...) already applied.
@@ -82,7 +82,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class PackedAttention(MegatronModule):
     """Causal softmax attention over packed sequences by SDPA, with grouped-query heads and context parallelism.
 
     Args:
@@ -105,7 +105,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedTokens, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedTokens,
+        **_: Any,
     ) -> Tensor:
         """Attend within each sequence.
 

@@ -1,18 +1,20 @@
 """Checkpoints of the learner in Megatron's distributed format, reshardable to another TP, PP, VPP and DP on load.
 
-A checkpoint folder is written aside (`step_20.partial`), completed, then renamed, and only then does the tracker file name it:
-a folder under its final name is whole. It holds
+A checkpoint folder is written aside (`step_20.partial`), completed, then renamed, and only then does the tracker
+file name it: a folder under its final name is whole. It holds
 
-    step_20/megatron/     model, FP32 masters and optimizer state (torch's distributed format; its `.metadata` is a pickle, so
+    step_20/megatron/     model, FP32 masters and optimizer state (torch's distributed format; its `.metadata` is a
+    pickle, so
                           load only checkpoints that you trust)
     step_20/hf/           config.json and tokenizer of the policy, for conversion
     step_20/state.json    everything else: step, policy version, learning-rate schedule, calibrator, configuration
     step_20/state.safetensors   tensors of the same (the calibrator's pool)
 
-Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with below:
-a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one `step` tensor,
-which every parameter then increments. A fourth, in versions before NVIDIA/Megatron-LM#5077, has nothing to do with Adam:
-where gradients have several buckets, masters and moments are saved from wrong offsets, without an error.
+Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with
+below: a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one
+`step` tensor, which every parameter then increments. A fourth, in versions before NVIDIA/Megatron-LM#5077, has
+nothing to do with Adam: where gradients have several buckets, masters and moments are saved from wrong offsets,
+without an error.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ TRACKER = "latest_checkpoint.json"
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
+    "non_homogeneous_layers": True,  # layers that stay in BF16 have no amax histories
     "chained_optim_avoid_prefix": True,
 }
 
@@ -84,8 +87,9 @@ def _adam_steps_kept(optimizer: Any) -> Iterator[None]:
 def _bucket_padding_kept(optimizer: Any) -> Iterator[None]:
     """Lay the buckets of optimizer state out end to end as they are, padding included.
 
-    Megatron drops the padding between buckets and then reads every parameter at its offset with the padding. Large models
-    have several buckets when `overlap_grad_reduce` is on, and tied embeddings have one of their own under pipeline parallelism.
+    Megatron drops the padding between buckets and then reads every parameter at its offset with the padding. Large
+    models have several buckets when `overlap_grad_reduce` is on, and tied embeddings have one of their own under
+    pipeline parallelism.
     """
     buffers = [buffer for part in _parts(optimizer) for buffer in part.buffers]
     sizes = [(buffer, buffer.numel) for buffer in buffers]
@@ -142,8 +146,9 @@ def _write_json(path: Path, value: Any) -> None:
 def _write(sharded_state: dict[str, Any], folder: Path) -> None:
     """Megatron's synchronous save.
 
-    Its writers report through a manager process, which imports torch and the main script once more: seconds in every rank,
-    and a hang where that script does not guard its entry. Here they report to this very process; a plain queue does.
+    Its writers report through a manager process, which imports torch and the main script once more: seconds in
+    every rank, and a hang where that script does not guard its entry. Here they report to this very process; a
+    plain queue does.
     """
     filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(sharded_state, str(folder))
@@ -228,7 +233,9 @@ def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
             problem = str(error)
     problem = runtime.gather_objects(problem)[0]
     if problem is not None:
-        raise UserError("run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED)
+        raise UserError(
+            "run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED
+        )
 
 
 def _steps(run_dir: Path) -> list[int]:
@@ -255,7 +262,9 @@ def find(run_dir: Path, resume: str) -> Path | None:
     try:
         folder = run_dir / json.loads(tracker.read_text())["folder"]
     except (ValueError, KeyError) as error:
-        raise UserError(str(tracker), f"cannot be read ({error}); name a checkpoint with checkpoint.resume=PATH") from None
+        raise UserError(
+            str(tracker), f"cannot be read ({error}); name a checkpoint with checkpoint.resume=PATH"
+        ) from None
     if not (folder / "state.json").is_file():
         raise UserError(str(tracker), f"names {folder.name}, which is not there; set checkpoint.resume=PATH")
     return folder

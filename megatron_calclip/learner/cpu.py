@@ -1,9 +1,10 @@
 """Megatron-Core on CPU and gloo: the one place that knows about the missing device. A no-op with CUDA.
 
 Megatron-Core 0.16 to 0.19 runs on CPU but for a few assumptions: it allocates with `device="cuda"` or
-`torch.cuda.current_device()`, compares `Tensor.type()` with strings such as `torch.cuda.BFloat16Tensor`, and draws from the
-CUDA generator. `install()` gives Megatron's own modules a view of `torch` in which the device is the CPU. Nothing outside
-Megatron sees it, and no call is intercepted at run time: a `TorchFunctionMode` would wrap every operation of the model.
+`torch.cuda.current_device()`, compares `Tensor.type()` with strings such as `torch.cuda.BFloat16Tensor`, and draws
+from the CUDA generator. `install()` gives Megatron's own modules a view of `torch` in which the device is the CPU.
+Nothing outside Megatron sees it, and no call is intercepted at run time: a `TorchFunctionMode` would wrap every
+operation of the model.
 
 Left out on purpose: anything that changes what is computed. Fusions that need CUDA kernels are switched off in
 `learner/model.py`, by configuration.
@@ -24,7 +25,19 @@ import torch
 CPU = torch.device("cpu")
 
 # Factories that Megatron calls with an explicit CUDA device.
-_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+_FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "rand",
+    "randn",
+)
 
 # Modules that must be loaded before they are patched; whatever they import is patched with them.
 _MODULES = (
@@ -111,7 +124,7 @@ def _install_rng_tracker() -> None:
     """Megatron's random states, held by CPU generators instead of CUDA's."""
     from megatron.core.tensor_parallel import random as mrandom
 
-    class CpuRngStatesTracker(mrandom.CudaRNGStatesTracker):  # type: ignore[misc]
+    class CpuRngStatesTracker(mrandom.CudaRNGStatesTracker):
         """The same named states for the CPU generator."""
 
         def add(self, name: str, seed: int) -> None:

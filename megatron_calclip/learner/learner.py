@@ -1,16 +1,19 @@
 """The learner: log-probabilities of a batch, and optimizer steps on mini-batches of it, on any layout.
 
-A batch is prepared once a step (`prepare`): planned, packed and moved to the device. The old log-probabilities and the updates
-then run over the very same micro-batches. What is optimised is a function from scored tokens to a scalar that the caller
-passes in; the learner knows nothing of clipping or advantages. Losses must be sums that are already divided by GLOBAL counts:
-the learner only adds them up, over micro-batches, data-parallel and context-parallel ranks.
+A batch is prepared once a step (`prepare`): planned, packed and moved to the device. The old log-probabilities and
+the updates then run over the very same micro-batches. What is optimised is a function from scored tokens to a
+scalar that the caller passes in; the learner knows nothing of clipping or advantages. Losses must be sums that are
+already divided by GLOBAL counts: the learner only adds them up, over micro-batches, data-parallel and
+context-parallel ranks.
 
-Per-token results are flat tensors [T] that are filled where this rank scored tokens (last pipeline stage, own share) and zero
-elsewhere; that is all a later loss on the same rank needs. `Learner.gather_tokens` completes one over all ranks.
+Per-token results are flat tensors [T] that are filled where this rank scored tokens (last pipeline stage, own
+share) and zero elsewhere; that is all a later loss on the same rank needs. `Learner.gather_tokens` completes one
+over all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,8 +30,15 @@ from megatron_calclip.learner.attention import PackedTokens
 from megatron_calclip.learner.logprobs import linear_token_log_probs, token_log_probs
 from megatron_calclip.learner.masters import MasterWeights
 from megatron_calclip.learner.packing import PackedLayout, StepPlan, pack, plan_step
-from megatron_calclip.learner.parallel_linear import DelayedHistories, fp8_linears, max_over, quantize_parameters
+from megatron_calclip.learner.parallel_linear import (
+    DelayedHistories,
+    codes_set_aside,
+    fp8_linears,
+    max_over,
+    quantize_parameters,
+)
 from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.precision import backend
 from megatron_calclip.precision.linear import Fp8Gemms
 from megatron_calclip.precision.recipes import resolve
 from megatron_calclip.precision.shadow import lives_in_fp8, shadow_pass
@@ -118,6 +128,7 @@ class Learner:
     ) -> None:
         self.config, self.hf_config, self.runtime = config, hf_config, runtime
         self.shape = ModelShape.from_hf_config(hf_config)
+        backend.check(config, self.shape)
         self.megatron = model.transformer_config(config, hf_config)
         chunks = model.build_chunks(config, hf_config, self.shape, self.megatron, runtime)
         self.groups = runtime.groups
@@ -173,9 +184,7 @@ class Learner:
 
     def pack_plan(self, trajectories: Trajectories, plan: StepPlan) -> PreparedBatch:
         """Pack this rank's share of a plan (for a part of a prepared batch, see `StepPlan.only`)."""
-        minibatches = [
-            self._pack(minibatch[self.runtime.dp_rank], trajectories) for minibatch in plan.minibatches
-        ]
+        minibatches = [self._pack(minibatch[self.runtime.dp_rank], trajectories) for minibatch in plan.minibatches]
         return PreparedBatch(trajectories.tokens.numel(), plan, tuple(minibatches))
 
     def _pack(self, micros: tuple[tuple[int, ...], ...], trajectories: Trajectories) -> tuple[MicroBatch, ...]:
@@ -350,10 +359,25 @@ class Learner:
             self.megatron.fp8_active = active
             self.refresh_fp8_params()
 
+    def fp8_params_set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block live weights are BF16, also with `precision.fp8_param`; for the weights of another policy."""
+        return codes_set_aside(self._fp8_linears, self.masters.full)
+
     def warm_up(self, batch: PreparedBatch) -> None:
-        """With delayed scaling, one forward pass that fills the histories of a fresh start, so that no scale is 1."""
-        if self._histories:
-            self._run(batch.minibatches[0], lambda scored: (scored.log_probs.sum(), None), forward_only=True)
+        """With delayed scaling, a pass forward and backward that fills the histories of a fresh start, so that no scale is 1.
+
+        With a scale of 1 the gradients of a mean over thousands of tokens would all round to zero. Those of the mean
+        log-probability have about the size of a policy loss's; the next update drops them.
+        """
+        if not self._histories:
+            return
+        micros = batch.minibatches[0]
+
+        def finish(scored: ScoredTokens) -> tuple[Tensor, None]:
+            return scored.log_probs.sum() / (max(scored.log_probs.numel(), 1) * len(micros)), None
+
+        self._run(micros, finish, forward_only=False)
+        self.refresh_fp8_params()
 
     def shadow_log_probs(self, batch: PreparedBatch, *, minibatch: int | None = None) -> LogProbs:
         """Log-probabilities and entropies in BF16 on the master weights; see `precision.shadow`.

@@ -396,9 +396,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 class _LinearTokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, spec: _Spec
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, spec: _Spec) -> tuple[Tensor, Tensor | None]:
         num_rows = hidden.shape[0]
         local_targets = targets - spec.first_id
         target_logits = hidden.new_zeros(num_rows, dtype=torch.float32)

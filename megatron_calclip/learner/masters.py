@@ -1,7 +1,7 @@
 """FP32 master weights of Megatron's distributed optimizer, whole, for the shadow pass, for FP8 parameters and for export.
 
-Each data-parallel rank holds the masters of a slice of the flattened parameters. `full` puts one parameter's slices together:
-a sum over the group in which every element comes from exactly one rank, so the result is exact.
+Each data-parallel rank holds the masters of a slice of the flattened parameters. `full` puts one parameter's slices
+together: a sum over the group in which every element comes from exactly one rank, so the result is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MasterWeights:
 
     def __init__(self, optimizer: Any) -> None:
         self._slices: dict[int, _Slice] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._groups: dict[int, dist.ProcessGroup] = {}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             if not hasattr(part, "shard_fp32_from_float16_groups"):
                 raise UserError(
@@ -45,7 +45,8 @@ class MasterWeights:
             settings = part.config
             if settings.use_precision_aware_optimizer and settings.main_params_dtype is not torch.float32:
                 raise UserError("precision", "the optimizer's masters are not FP32; set main_params_dtype to fp32")
-            self._group = part.data_parallel_group
+            # Also of parameters without a slice here; experts have a data-parallel group of their own.
+            self._groups |= {id(p): part.data_parallel_group for buffer in part.buffers for p in buffer.params}
             for models, masters in (
                 (part.model_float16_groups, part.shard_fp32_from_float16_groups),
                 (part.model_fp32_groups, part.shard_fp32_groups),
@@ -61,6 +62,7 @@ class MasterWeights:
         part = self._slices.get(id(parameter))
         if part is not None:
             whole[part.start : part.stop] = part.master
-        if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(whole, group=self._group)
+        group = self._groups[id(parameter)]
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)

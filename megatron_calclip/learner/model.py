@@ -1,7 +1,7 @@
 """HF config -> Megatron GPTModel chunks, DistributedDataParallel, distributed optimizer, learning-rate schedule.
 
-One code path for CPU and CUDA. What differs is the layer spec (TransformerEngine's where it is present on a GPU, else our
-own: SDPA attention, torch's RMSNorm, Megatron's parallel linears) and the fusions that need CUDA kernels.
+One code path for CPU and CUDA. What differs is the layer spec (TransformerEngine's where it is present on a GPU,
+else our own: SDPA attention, torch's RMSNorm, Megatron's parallel linears) and the fusions that need CUDA kernels.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class HiddenOutput(ColumnParallelLinear):  # type: ignore[misc]
+class HiddenOutput(ColumnParallelLinear):
     """The output layer, holding its weight but handing the hidden states through.
 
     Only response tokens need logits, and their log-probabilities are reduced without FP32 copies of the logits
@@ -166,7 +166,9 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None, *, uses_te: boo
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm
         mlp = block.mlp
-        mlp = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules  # partial from 0.17 on
+        mlp = (
+            mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+        )  # partial from 0.17 on
         mlp.linear_fc1, mlp.linear_fc2 = Fp8ColumnParallelLinear, Fp8RowParallelLinear
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
@@ -181,9 +183,7 @@ def build_chunks(
         vp_stage = stage if config.parallel.vpp else None
         model = GPTModel(
             config=megatron,
-            transformer_layer_spec=_layer_spec(
-                megatron, vp_stage, uses_te=uses_transformer_engine(config.precision)
-            ),
+            transformer_layer_spec=_layer_spec(megatron, vp_stage, uses_te=uses_transformer_engine(config.precision)),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=config.model.max_sequence_length,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -198,7 +198,9 @@ def build_chunks(
             model.output_layer.__class__ = HiddenOutput
         chunks.append(model.to(runtime.device))
     if megatron.fp8_active:
-        make_fp8(chunks, config.precision, backend=choose(config.precision), num_layers=shape.num_layers)
+        backend = choose(config.precision)
+        assert backend != "te"
+        make_fp8(chunks, config.precision, backend=backend, num_layers=shape.num_layers)
     return chunks
 
 
@@ -210,6 +212,7 @@ def wrap_chunks(config: Config, megatron: TransformerConfig, chunks: list[GPTMod
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=p.overlap_grad_reduce,
         overlap_param_gather=p.overlap_param_gather,
+        fp8_param_gather=megatron.fp8_param,
     )
     wrapped = [
         DistributedDataParallel(megatron, ddp_config, chunk, disable_bucketing=index > 0)
@@ -238,6 +241,7 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel], *, lr
         params_dtype=dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        fp8_recipe=chunks[0].config.fp8_recipe if chunks[0].config.fp8 else None,  # the model's own
     )
     with cpu.cuda_type_names():
         return get_megatron_optimizer(optimizer_config, chunks)

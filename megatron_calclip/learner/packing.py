@@ -49,10 +49,7 @@ class StepPlan:
             return tuple(i for i in micro if keep[i])
 
         return StepPlan(
-            tuple(
-                tuple(tuple(kept(micro) for micro in rank) for rank in minibatch)
-                for minibatch in self.minibatches
-            )
+            tuple(tuple(tuple(kept(micro) for micro in rank) for rank in minibatch) for minibatch in self.minibatches)
         )
 
     def sequences(self, minibatch: int) -> list[int]:
@@ -198,9 +195,7 @@ def _group_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _group(
-    lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank: int, total: int
-) -> AttentionGroup:
+def _group(lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank: int, total: int) -> AttentionGroup:
     """Index tables of one attention call.
 
     Args:
@@ -235,9 +230,7 @@ def _group(
             keys[row, columns] = rank * total + start + torch.arange(size)
             key_position[row, columns] = _positions(length, cp_size, rank)
     mask = (key_position[:, None] <= query_position[:, :, None])[:, None]
-    return AttentionGroup(
-        query_index=query_index, key_index=keys, output_index=output_index, mask=mask, **common
-    )
+    return AttentionGroup(query_index=query_index, key_index=keys, output_index=output_index, mask=mask, **common)
 
 
 def pack(

@@ -1,9 +1,9 @@
 """Megatron's column- and row-parallel linears with FP8 GEMMs from `precision/linear.py`.
 
-Only the GEMM is replaced, at the one hook that both of Megatron's linears have (`_forward_impl`); parameters, sharding,
-checkpoints and the communication around the GEMM stay Megatron's. Whether a layer computes in FP8 is read from its config at
-every forward pass (`fp8_active`), as Megatron reads `config.fp8` for TransformerEngine's layers: the shadow pass switches both
-in the same place.
+Only the GEMM is replaced, at the one hook that both of Megatron's linears have (`_forward_impl`); parameters,
+sharding, checkpoints and the communication around the GEMM stay Megatron's. Whether a layer computes in FP8 is read
+from its config at every forward pass (`fp8_active`), as Megatron reads `config.fp8` for TransformerEngine's layers:
+the shadow pass switches both in the same place.
 
 Over which group each amax is taken (`precision.amax_group`):
 
@@ -21,7 +21,8 @@ Blocks (blockwise, MXFP8) never cross shards whose sizes are multiples of the bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from megatron_calclip.config import PrecisionConfig
-from megatron_calclip.precision.linear import Backend, Fp8Gemms
+from megatron_calclip.precision.linear import Backend, Fp8Gemms, WeightCodes
 from megatron_calclip.precision.quantize import update_delayed_scaling
 from megatron_calclip.precision.recipes import Recipe, resolve
 from megatron_calclip.precision.shadow import MasterWeight
@@ -57,14 +58,14 @@ def max_over(group: dist.ProcessGroup | None) -> Any:
 class _Fp8ParallelLinear(nn.Module):
     """What both linears share; mixed in before Megatron's class."""
 
+    config: Any
+    weight: Any
     fp8: Fp8Gemms | None
     """Its quantisers and GEMMs; None keeps the layer in BF16."""
-    on_backward_done: Callable[[], None] | None
-    """Called when the backward pass has left this layer (set on a chunk's first linear by delayed scaling)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fp8, self.on_backward_done = None, None
+        self.fp8 = None
 
     def make_fp8(self, recipe: Recipe, *, backend: Backend, group: dist.ProcessGroup) -> None:
         """Give the layer its quantisers; without this call it stays in BF16."""
@@ -80,18 +81,16 @@ class _Fp8ParallelLinear(nn.Module):
     @property
     def fp8_active(self) -> bool:
         """Whether the next forward pass computes in FP8."""
-        return self.fp8 is not None and self.config.fp8_active
+        return self.fp8 is not None and bool(self.config.fp8_active)
 
     def _fp8_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self.fp8 is not None
-        if (done := self.on_backward_done) is not None and x.requires_grad:
-            x.register_hook(lambda _: done())
         first_tokens = getattr(self.config, "first_tokens", None)
         y = self.fp8(x, weight, getattr(weight, "fp8_codes", None), first_tokens=first_tokens)
         return y if bias is None else y + bias
 
 
-class Fp8ColumnParallelLinear(_Fp8ParallelLinear, ColumnParallelLinear):  # type: ignore[misc]
+class Fp8ColumnParallelLinear(_Fp8ParallelLinear, ColumnParallelLinear):
     """Y = X W^T with W cut along the outputs."""
 
     def _forward_impl(
@@ -122,7 +121,7 @@ class Fp8ColumnParallelLinear(_Fp8ParallelLinear, ColumnParallelLinear):  # type
         return self._fp8_product(input, weight, bias)
 
 
-class Fp8RowParallelLinear(_Fp8ParallelLinear, RowParallelLinear):  # type: ignore[misc]
+class Fp8RowParallelLinear(_Fp8ParallelLinear, RowParallelLinear):
     """Y = X W^T with W cut along the inputs; Megatron sums the partial products."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *, bias: Tensor | None, **rest: Any) -> Tensor:
@@ -169,23 +168,32 @@ def _dial(layer: Any, precision: PrecisionConfig) -> None:
 class DelayedHistories:
     """Ends the passes of delayed scaling: forward after each micro-batch, backward when its gradients have left the chunk.
 
-    TransformerEngine does the first when its outermost autocast exits with gradients enabled, the second after the backward
-    of the first FP8 layer. Amaxes are reduced over TP, DP and CP (Megatron's default group), so histories do not depend on
-    these ranks and need no sharding in checkpoints.
+    TransformerEngine does the first when its outermost autocast exits with gradients enabled, the second after the
+    backward of the first FP8 layer. Amaxes are reduced over TP, DP and CP (Megatron's default group), so histories
+    do not depend on these ranks and need no sharding in checkpoints.
+
+    Args:
+        chunk: a bare GPTModel chunk; one whose layers all stay in BF16 has nothing to end.
     """
 
     def __init__(self, chunk: nn.Module) -> None:
         self.linears = fp8_linears([chunk])
         self._reduce = max_over(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        self.linears[0].on_backward_done = self._after_backward
+        first = next((layer for layer in chunk.decoder.layers if fp8_linears([layer])), None)  # type: ignore[union-attr]
+        if first is not None:
+            # By layer, not by linear: modules are not registered in the order in which they run.
+            first.register_forward_pre_hook(self._watch_backward, with_kwargs=True)
+
+    def _watch_backward(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notice when the backward pass has left the layer: its input then has its whole gradient."""
+        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._update("gradient_scaling"))
 
     def after_forward(self) -> None:
         """Set the next scales of inputs and weights, when the pass will be followed by a backward."""
         if torch.is_grad_enabled():
             self._update("input_scaling", "weight_scaling")
-
-    def _after_backward(self) -> None:
-        self._update("gradient_scaling")
 
     def _update(self, *names: str) -> None:
         states = [getattr(linear.fp8, name) for linear in self.linears for name in names]
@@ -204,7 +212,35 @@ def quantize_parameters(linears: Iterable[_Fp8ParallelLinear], master: MasterWei
     """
     for linear in linears:
         assert linear.fp8 is not None
-        weight = linear.weight
-        weight.fp8_codes = codes = linear.fp8.quantize_weight(master(weight))
-        values = codes.forward.values.float()
-        weight.copy_(values if codes.forward.scale is None else values * codes.forward.scale)
+        _hold_codes(linear.weight, linear.fp8.quantize_weight(master(linear.weight)))
+
+
+def _hold_codes(weight: Any, codes: WeightCodes) -> None:
+    """Make codes the live value of a weight."""
+    weight.fp8_codes = codes
+    values = codes.forward.values.float()
+    weight.copy_(values if codes.forward.scale is None else values * codes.forward.scale)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def codes_set_aside(linears: Iterable[_Fp8ParallelLinear], master: MasterWeight) -> Iterator[None]:
+    """Inside the block the weights that live in FP8 are BF16 again, rounded from their masters, and quantised at every use.
+
+    For other weights that take the live ones' place for a while: their values go into the parameters, and no codes
+    of the policy's stand in their way. Afterwards the policy's codes are back.
+
+    Args:
+        linears: layers of this rank, in the same order on all data-parallel ranks.
+        master: whole FP32 masters; collective.
+    """
+    weights = [linear.weight for linear in linears if hasattr(linear.weight, "fp8_codes")]
+    codes = [weight.fp8_codes for weight in weights]
+    for weight in weights:
+        del weight.fp8_codes
+        weight.copy_(master(weight))
+    try:
+        yield
+    finally:
+        for weight, own in zip(weights, codes, strict=True):
+            _hold_codes(weight, own)

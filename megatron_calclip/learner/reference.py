@@ -1,9 +1,9 @@
 """The frozen reference policy of a KL penalty.
 
-Kept as one copy of this rank's weight shard in host memory (2 bytes a parameter, divided over TP and PP), swapped into the
-live model for a forward pass and back out again, so that it costs no device memory beyond what the learner has. On disk it is
-written once, to `run_dir/reference`, in Megatron's distributed format, and read back when a run is resumed, also in another
-layout.
+Kept as one copy of this rank's weight shard in host memory (2 bytes a parameter, divided over TP and PP), swapped
+into the live model for a forward pass and back out again, so that it costs no device memory beyond what the learner
+has. On disk it is written once, to `run_dir/reference`, in Megatron's distributed format, and read back when a run
+is resumed, also in another layout.
 """
 
 from __future__ import annotations

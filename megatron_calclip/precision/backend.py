@@ -6,12 +6,14 @@ Everything that depends on the device is decided here, before a model is built.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Literal
 
 import torch
 
-from megatron_calclip.config import Config, PrecisionConfig
+from megatron_calclip.config import Config, EmulationConfig, PrecisionConfig
 from megatron_calclip.errors import UserError
+from megatron_calclip.weights.mapping import ModelShape
 
 # Compute capability from which tensor cores multiply FP8, and from which MXFP8's scales are in hardware.
 _FP8_CAPABILITY = (8, 9)
@@ -19,6 +21,8 @@ _MXFP8_CAPABILITY = (10, 0)
 _BLOCKWISE_CAPABILITY = (9, 0)
 # torch._scaled_mm takes one scale a tensor or one a row.
 _SCALED_MM_RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
+_WIDTH_MULTIPLES = {"blockwise": 128, "mxfp8": 32}
+_GEMM_MULTIPLE = 16  # cuBLAS multiplies FP8 matrices of such sizes only
 
 
 def transformer_engine_present() -> bool:
@@ -34,10 +38,13 @@ def choose(precision: PrecisionConfig) -> Literal["te", "scaled_mm", "emulated"]
     """
     wanted, recipe = precision.backend, precision.recipe
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if precision.emulation != EmulationConfig():
+        if wanted in ("te", "scaled_mm"):
+            raise UserError(
+                "precision.emulation", f"{wanted} has no such dials; use backend: emulated, or leave them alone"
+            )
+        return "emulated"
     if wanted == "auto":
-        dialled = precision.emulation.channel_outlier > 1 or precision.emulation.first_token_outlier > 1
-        if dialled:
-            return "emulated"
         if transformer_engine_present():
             wanted = "te"
         elif recipe in _SCALED_MM_RECIPES and capability >= _FP8_CAPABILITY:
@@ -51,40 +58,142 @@ def choose(precision: PrecisionConfig) -> Literal["te", "scaled_mm", "emulated"]
                 "te needs TransformerEngine and a GPU: pip install 'megatron-calclip[gpu]', or use emulated",
             )
         if recipe == "mxfp8" and capability < _MXFP8_CAPABILITY:
-            raise UserError("precision.recipe", "mxfp8 needs a Blackwell GPU with te; use blockwise, or backend: emulated")
+            raise UserError(
+                "precision.recipe", "mxfp8 needs a Blackwell GPU with te; use blockwise, or backend: emulated"
+            )
         if recipe == "blockwise" and capability < _BLOCKWISE_CAPABILITY:
             raise UserError("precision.recipe", "blockwise needs a Hopper GPU with te; use tensorwise")
     if wanted == "scaled_mm" and recipe not in _SCALED_MM_RECIPES:
         raise UserError(
-            "precision.backend", f"torch._scaled_mm has no {recipe} scales; use {', '.join(_SCALED_MM_RECIPES)}, or emulated"
+            "precision.backend",
+            f"torch._scaled_mm has no {recipe} scales; use {', '.join(_SCALED_MM_RECIPES)}, or emulated",
         )
     return wanted
 
 
-def check(config: Config, *, sizes: dict[str, int]) -> None:
-    """Refuse what is known to go wrong on real hardware.
+def linear_widths(shape: ModelShape, tp: int) -> dict[str, int]:
+    """Widths of a decoder layer's linears on one tensor-parallel rank, by name.
+
+    Args:
+        shape: the model.
+        tp: tensor-parallel size.
+    """
+    return {
+        "hidden_size": shape.hidden_size,
+        "attention heads x head_dim": shape.q_size // tp,
+        "query, key and value": (shape.q_size + 2 * shape.kv_size) // tp,
+        "ffn_hidden_size": shape.ffn_size // tp,
+    }
+
+
+def check(config: Config, shape: ModelShape) -> None:
+    """Refuse what is known to go wrong, on this device or on any.
 
     Args:
         config: the run's configuration.
-        sizes: widths of the model's linears per tensor-parallel shard, by name.
+        shape: the model.
 
     Raises:
         UserError: naming the setting.
     """
     precision = config.precision
     if precision.recipe == "bf16":
-        return
-    backend = choose(precision)
-    multiple = {"blockwise": 128, "mxfp8": 32}.get(precision.recipe, 16)
-    if backend != "emulated":  # emulation pads the last block
-        for name, size in sizes.items():
-            if size % multiple:
+        for name in ("fp8_param", "output_layer"):
+            if getattr(precision, name):
                 raise UserError(
-                    "precision.recipe",
-                    f"{precision.recipe} needs widths that are multiples of {multiple}; {name} is {size} per "
-                    "tensor-parallel rank; use another recipe or parallel.tp",
+                    f"precision.{name}", "needs an FP8 recipe; choose one with precision.recipe, or switch it off"
                 )
-    if backend == "te" and precision.recipe == "mxfp8" and precision.fp8_param and not config.parallel.overlap_param_gather:
-        raise UserError("precision.fp8_param", "mxfp8 parameters go NaN in Megatron without parallel.overlap_param_gather: true")
-    if backend == "te" and precision.recipe == "blockwise" and precision.fp8_param and config.parallel.tp > 2:
-        raise UserError("precision.fp8_param", "blockwise parameters go NaN in Megatron with parallel.tp > 2; switch it off")
+        return
+    _check_options(config, shape)
+    backend = choose(precision)
+    if backend != "emulated":
+        _check_hardware(config, shape, backend)
+    elif precision.output_layer and config.train.fused_head:
+        raise UserError("precision.output_layer", "the fused head computes in BF16; set train.fused_head: false")
+
+
+def _check_options(config: Config, shape: ModelShape) -> None:
+    """What no backend can do."""
+    precision, parallel = config.precision, config.parallel
+    recipe, dials = precision.recipe, precision.emulation
+    if precision.fp8_param and precision.params_dtype == "fp32":
+        raise UserError("precision.fp8_param", "FP32 parameters are their own masters; use params_dtype: bf16")
+    fixed = {"tensorwise_delayed": False, "mxfp8": True}
+    if recipe in fixed and precision.power_of_two_scales not in (None, fixed[recipe]):
+        raise UserError("precision.power_of_two_scales", f"{recipe} has no choice of scales; leave it null")
+    if 2 * precision.first_last_layers_bf16 >= shape.num_layers:
+        raise UserError(
+            "precision.first_last_layers_bf16",
+            f"leaves none of the {shape.num_layers} layers in FP8; lower it, or use recipe: bf16",
+        )
+    for name in ("channel_outlier", "first_token_outlier"):
+        if math.frexp(getattr(dials, name))[0] != 0.5:
+            raise UserError(f"precision.emulation.{name}", "would round what is not quantised; use a power of two")
+    if parallel.recompute == "full":
+        if recipe == "tensorwise_delayed":
+            raise UserError(
+                "parallel.recompute", "full would quantise again with tensorwise_delayed's next scale; use selective"
+            )
+        if dials.first_token_outlier > 1 and parallel.pp > 1:
+            raise UserError(
+                "parallel.recompute", "full forgets which tokens emulation.first_token_outlier is for; use selective"
+            )
+    if precision.output_layer and recipe == "tensorwise_delayed":
+        raise UserError(
+            "precision.output_layer", "tensorwise_delayed keeps histories for decoder layers only; use tensorwise"
+        )
+
+
+def _check_hardware(config: Config, shape: ModelShape, backend: Literal["te", "scaled_mm"]) -> None:
+    """What only emulation can do."""
+    precision, tp = config.precision, config.parallel.tp
+    recipe = precision.recipe
+    multiple = _WIDTH_MULTIPLES.get(recipe, _GEMM_MULTIPLE)
+    for name, size in linear_widths(shape, tp).items():
+        if size % multiple:
+            raise UserError(
+                "precision.recipe",
+                f"{recipe} needs widths that are multiples of {multiple}; {name} is {size} per tensor-parallel rank; "
+                "use another recipe or parallel.tp",
+            )
+    if precision.output_layer:
+        raise UserError("precision.output_layer", f"{backend} cannot quantise it; use backend: emulated")
+    if backend == "scaled_mm":
+        return
+    if precision.power_of_two_scales is not None:
+        raise UserError("precision.power_of_two_scales", "Megatron has no such setting for te; leave it null")
+    if recipe == "tensorwise_delayed" and precision.first_last_layers_bf16:
+        raise UserError("precision.first_last_layers_bf16", "Megatron refuses it with delayed scaling; set it to 0")
+    if recipe == "mxfp8" and precision.fp8_param and not config.parallel.overlap_param_gather:
+        raise UserError(
+            "precision.fp8_param", "mxfp8 parameters go NaN in Megatron without parallel.overlap_param_gather: true"
+        )
+    if recipe == "blockwise" and precision.fp8_param and tp > 2:
+        raise UserError(
+            "precision.fp8_param", "blockwise parameters go NaN in Megatron with parallel.tp > 2; switch it off"
+        )
+
+
+def remarks(config: Config, shape: ModelShape) -> list[str]:
+    """What a reader of the run's results should know about its precision: dialled-in noise, cut blocks.
+
+    Args:
+        config: the run's configuration, checked.
+        shape: the model.
+    """
+    precision, dials = config.precision, config.precision.emulation
+    if precision.recipe == "bf16" or choose(precision) != "emulated":
+        return []
+    lines = [
+        f"DIALLED IN: precision.emulation.{name} = {getattr(dials, name):g}"
+        for name in ("channel_outlier", "first_token_outlier")
+        if getattr(dials, name) > 1
+    ]
+    block = (dials.block_size or _WIDTH_MULTIPLES[precision.recipe]) if precision.recipe in _WIDTH_MULTIPLES else 1
+    cut = [name for name, size in linear_widths(shape, config.parallel.tp).items() if size % block]
+    if cut:
+        lines.append(
+            f"{precision.recipe}: the last block of {block} is cut short in {', '.join(cut)}; hardware would refuse this, "
+            "and results depend on parallel.tp"
+        )
+    return lines

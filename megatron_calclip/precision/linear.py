@@ -4,13 +4,13 @@
     dx = dy W        contracts N (outputs)    dy and W quantised along N
     dW = dy^T x      contracts M (tokens)     dy and x quantised along M
 
-Each operand is quantised from its BF16 source along the dimension that its GEMM contracts, as the recipes demand; where one
-scale covers the whole tensor the same codes serve both of its GEMMs.
+Each operand is quantised from its BF16 source along the dimension that its GEMM contracts, as the recipes demand;
+where one scale covers the whole tensor the same codes serve both of its GEMMs.
 
-The `emulated` backend multiplies the exact code values. Scales that are powers of two go into the operands, which stay exact in
-BF16; any other scale is applied to the FP32 result. Accumulation is FP32, in the order of the device's own GEMM: codes and
-scales are bit-exact, sums are not claimed to be a tensor core's. The `scaled_mm` backend hands real FP8 codes to
-`torch._scaled_mm`.
+The `emulated` backend multiplies the exact code values. Scales that are powers of two go into the operands, which
+stay exact in BF16; any other scale is applied to the FP32 result. Accumulation is FP32, in the order of the
+device's own GEMM: codes and scales are bit-exact, sums are not claimed to be a tensor core's. The `scaled_mm`
+backend hands real FP8 codes to `torch._scaled_mm`.
 
 Left out on purpose: communication (`learner/parallel_linear.py`), and fusing quantisation into neighbouring kernels.
 
@@ -77,7 +77,7 @@ class WeightCodes:
 @contextlib.contextmanager
 def _bf16_kernels_for_fp32() -> Iterator[None]:
     """Let CPU matmuls of FP32 tensors multiply in BF16, accumulate in FP32 and return FP32: exact for FP8 code values."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
@@ -115,12 +115,14 @@ def gemm(a: Operand, b: Operand, *, dtype: torch.dtype, backend: Backend) -> Ten
     """
     if backend == "scaled_mm":
         assert a.scale is not None and b.scale is not None
-        # cuBLAS wants the second operand column-major, and FP8 outputs of row-wise scales in BF16.
+        if not (a.values.numel() and b.values.numel()):  # no tokens, so no scales of theirs
+            return a.values.new_zeros(len(a.values), len(b.values), dtype=dtype)
+        # cuBLAS wants the second operand column-major, scales with strides of 1, and results of row-wise scales in BF16.
         return torch._scaled_mm(
             _padded(a.values),
             _padded(b.values).t(),
-            scale_a=a.scale,
-            scale_b=b.scale.t(),
+            scale_a=a.scale.flatten()[:, None],
+            scale_b=b.scale.flatten()[None, :],
             out_dtype=torch.bfloat16,
         ).to(dtype)
     if a.values.dtype is torch.float32:  # FP32 block scales along the contracted dimension: dequantised
@@ -146,7 +148,8 @@ class Fp8Gemms(nn.Module):
         backend: who multiplies.
         input_sharded: whether tensor parallelism cuts the inputs K (row-parallel).
         output_sharded: whether it cuts the outputs N (column-parallel).
-        reduce_amax: max-reduces amaxes over the tensor-parallel group; used for sharded operands when the recipe says so.
+        reduce_amax: max-reduces amaxes over the tensor-parallel group; used for sharded operands when the recipe
+            says so.
     """
 
     def __init__(
@@ -201,9 +204,7 @@ class Fp8Gemms(nn.Module):
             exact = quantize_dequantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax)
             return Operand(turn(exact), None)
         if isinstance(scaling, BlockScaling):  # FP32 scales that vary along the contracted dimension
-            exact = quantize_dequantize(
-                x, scaling, dtype, dim=dim, reduce_amax=reduce_amax, out_dtype=torch.float32
-            )
+            exact = quantize_dequantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax, out_dtype=torch.float32)
             return Operand(turn(exact), None)
         fake: Quantized = fake_quantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax)
         return Operand(turn(fake.codes), turn(fake.inverse_scale))

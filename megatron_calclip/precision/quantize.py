@@ -66,9 +66,7 @@ class Scaling(Protocol):
         ...
 
 
-def _scale_from_amax(
-    amax: Tensor, largest: float, *, power_of_two: bool = False, overflow: float = FP32_MAX
-) -> Tensor:
+def _scale_from_amax(amax: Tensor, largest: float, *, power_of_two: bool = False, overflow: float = FP32_MAX) -> Tensor:
     """largest / amax, or 1 where amax is 0, infinite or NaN (TransformerEngine's `compute_scale_from_amax`).
 
     `power_of_two` clears the mantissa, which rounds down; `overflow` stands in for a scale beyond FP32.
@@ -260,9 +258,7 @@ class DelayedScaling(nn.Module):
 
 
 @torch.no_grad()
-def update_delayed_scaling(
-    states: Sequence[DelayedScaling], *, reduce_amax: ReduceAmax | None = None
-) -> None:
+def update_delayed_scaling(states: Sequence[DelayedScaling], *, reduce_amax: ReduceAmax | None = None) -> None:
     """Ends a step of delayed scaling: reduces the amaxes of all tensors at once, then updates every scale.
 
     The new scale is largest / amax; an amax that is 0, infinite or NaN keeps the old one. Then the history

@@ -8,8 +8,8 @@
 | blockwise | 1 x 128 | 128 x 128 | 1 x 128, E4M3 | Float8BlockScaling |
 | mxfp8 | 1 x 32, E8M0 | 1 x 32 | 1 x 32, E4M3 | MXFP8BlockScaling |
 
-Formats are each recipe's default and can be set. A `Recipe` serves the `emulated` and `scaled_mm` backends; the `te` backend
-gets `megatron_fields`.
+Formats are each recipe's default and can be set. A `Recipe` serves the `emulated` and `scaled_mm` backends; the
+`te` backend gets `megatron_fields`.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 It is the ruler that calibration measures with: what the importance ratios would be if the learner computed in BF16.
 
-FP8 is switched off on the config of every module, which is read at forward time. An outer autocast that disables FP8 would do
-nothing, because Megatron enters TransformerEngine's autocast itself, inside the transformer block; so every layer asserts,
-when it runs, that FP8 really is off.
+FP8 is switched off on the config of every module, which is read at forward time. An outer autocast that disables
+FP8 would do nothing, because Megatron enters TransformerEngine's autocast itself, inside the transformer block; so
+every layer asserts, when it runs, that FP8 really is off.
 
-Weights that live in FP8 are replaced, for the duration, by BF16 ones rounded from the FP32 masters. The live ones are set
-aside untouched, not overwritten and restored: nothing that happens inside can change them. All other weights are BF16 and
-equal their rounded masters already.
+Weights that live in FP8 are replaced, for the duration, by BF16 ones rounded from the FP32 masters. The live ones
+are set aside untouched, not overwritten and restored: nothing that happens inside can change them. All other
+weights are BF16 and equal their rounded masters already.
 
-Left out on purpose: gathering masters (`learner/masters.py`) and everything about Megatron but the names of its attributes.
+Left out on purpose: gathering masters (`learner/masters.py`) and everything about Megatron but the names of its
+attributes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,7 @@ def lives_in_fp8(parameter: nn.Parameter) -> bool:
 
 def _configs(chunks: Iterable[nn.Module]) -> list[Any]:
     found = {
-        id(module.config): module.config
-        for chunk in chunks
-        for module in chunk.modules()
-        if hasattr(module, "config")
+        id(module.config): module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")
     }
     return list(found.values())
 
@@ -90,14 +88,14 @@ class _Replacement:
 def shadow_pass(chunks: list[nn.Module], *, master: MasterWeight, streamed: bool = False) -> Iterator[None]:
     """Inside the block, forward passes of the chunks are BF16 on the master weights; afterwards all is as before.
 
-    Wraps forward passes without gradients. Histories, extra states, gradients, weights and training mode are not touched, and
-    the random state is put back, also after an exception.
+    Wraps forward passes without gradients. Histories, extra states, gradients, weights and training mode are not
+    touched, and the random state is put back, also after an exception.
 
     Args:
         chunks: this rank's GPTModel chunks, bare.
         master: masters of parameters that live in FP8; called for each of them in the same order on all ranks.
-        streamed: build one layer's weights at a time, when it runs, instead of all at the start: extra memory of one layer.
-            Every micro-batch then gathers them again.
+        streamed: build one layer's weights at a time, when it runs, instead of all at the start: extra memory of
+            one layer. Every micro-batch then gathers them again.
     """
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]  # type: ignore[union-attr]
     trees: list[nn.Module] = layers if streamed else list(chunks)

@@ -1,7 +1,8 @@
 """From prompts to trajectories: every rank samples its share, then all hold the whole batch.
 
-Token ids are small beside everything else in a step, so all ranks keep all of them: advantages, plans and global counts are
-then computed everywhere alike without further communication, and model-parallel ranks share one sample set by construction.
+Token ids are small beside everything else in a step, so all ranks keep all of them: advantages, plans and global
+counts are then computed everywhere alike without further communication, and model-parallel ranks share one sample
+set by construction.
 """
 
 from __future__ import annotations

@@ -142,9 +142,7 @@ class _CacheLayer(DynamicLayer):
         """Tokens held, padding included."""
         return self.length
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append [rows, heads, new tokens, head dim]; return views of all keys and values so far."""
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
@@ -192,9 +190,7 @@ class LocalEngine:
         max_batch_size: int = 256,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"the local engine runs in float32 or bfloat16, not {dtype}; choose one of these"
-            )
+            raise ValueError(f"the local engine runs in float32 or bfloat16, not {dtype}; choose one of these")
         layer_types = sorted(set(getattr(hf_config, "layer_types", None) or ["full_attention"]))
         if layer_types != ["full_attention"]:
             raise ValueError(
@@ -254,9 +250,7 @@ class LocalEngine:
         for name, tensor in stream:
             parameter = parameters.get(name)
             if parameter is None:
-                raise ValueError(
-                    f"unexpected weight {name!r}: no such name in a {self._config.model_type} model"
-                )
+                raise ValueError(f"unexpected weight {name!r}: no such name in a {self._config.model_type} model")
             if tensor.shape != parameter.shape:
                 shapes = f"{tuple(tensor.shape)} instead of {tuple(parameter.shape)}"
                 raise ValueError(f"weight {name!r} has shape {shapes}")
@@ -264,9 +258,7 @@ class LocalEngine:
                 parameter.copy_(tensor)
                 loaded[id(parameter)] = name
             elif not torch.equal(parameter, tensor.to(parameter)):
-                raise ValueError(
-                    f"weight {name!r} differs from {loaded[id(parameter)]!r}, the same parameter"
-                )
+                raise ValueError(f"weight {name!r} differs from {loaded[id(parameter)]!r}, the same parameter")
         missing = [name for name, parameter in parameters.items() if id(parameter) not in loaded]
         if missing:
             raise ValueError(f"{len(missing)} weights are missing from the stream, {missing[0]!r} first")
@@ -284,9 +276,7 @@ class LocalEngine:
         self._check_ready()
         _check_sampling(sampling)
         for request in requests:
-            self._check_fits(
-                request.prompt_token_ids, sampling.max_new_tokens, f"prompt of sample {request.sample_id}"
-            )
+            self._check_fits(request.prompt_token_ids, sampling.max_new_tokens, f"prompt of sample {request.sample_id}")
         # Similar lengths together waste little padding, and equal prompts become neighbours.
         prompts = [(len(request.prompt_token_ids), request.prompt_token_ids) for request in requests]
         order = sorted(range(len(requests)), key=prompts.__getitem__)
@@ -358,9 +348,7 @@ class LocalEngine:
             )[:, -1]
         return all_tokens, all_log_probs
 
-    def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], num_new: int
-    ) -> tuple[Tensor, Cache, Tensor, Tensor]:
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], num_new: int) -> tuple[Tensor, Cache, Tensor, Tensor]:
         """Run each distinct prompt once.
 
         Returns:

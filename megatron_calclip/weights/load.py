@@ -41,9 +41,7 @@ class HFSource:
         read: name -> the tensor, on the CPU.
     """
 
-    def __init__(
-        self, where: str, *, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
-    ) -> None:
+    def __init__(self, where: str, *, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
         self.where = where
         self.shapes = shapes
         self.read = read
@@ -106,9 +104,7 @@ def _open(path: Path) -> safe_open:
     except FileNotFoundError:
         raise UserError(str(path), "is missing; download the whole checkpoint") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            str(path), f"is cut short or no safetensors file ({error}); download it again"
-        ) from None
+        raise UserError(str(path), f"is cut short or no safetensors file ({error}); download it again") from None
 
 
 def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, groups: ParallelGroups, source: HFSource) -> None:
@@ -126,9 +122,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, groups: ParallelGrou
         ValueError: when the model has a parameter that no HF tensor fills.
     """
     try:
-        shape.check_parallel(
-            group_size(groups.tp), ep=group_size(groups.ep), expert_tp=group_size(groups.expert_tp)
-        )
+        shape.check_parallel(group_size(groups.tp), ep=group_size(groups.ep), expert_tp=group_size(groups.expert_tp))
     except ValueError as error:
         raise UserError("parallel", str(error)) from None
     check_source(source, shape)

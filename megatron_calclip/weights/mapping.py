@@ -123,16 +123,12 @@ class ModelShape:
         architecture = ARCHITECTURES[model_type]
         for flag in architecture.refused:
             if values.get(flag):
-                raise ValueError(
-                    f"{flag}={values[flag]} of a {model_type} model is not supported; use one without"
-                )
+                raise ValueError(f"{flag}={values[flag]} of a {model_type} model is not supported; use one without")
 
         def size(*keys: str, default: int | None = None) -> int:
             found = next((values[key] for key in keys if values.get(key) is not None), default)
             if found is None:
-                raise ValueError(
-                    f"the configuration has no {keys[0]!r}; give the model's complete config.json"
-                )
+                raise ValueError(f"the configuration has no {keys[0]!r}; give the model's complete config.json")
             return int(found)
 
         num_layers, hidden = size("num_hidden_layers"), size("hidden_size")
@@ -201,9 +197,7 @@ EMBEDDING = Rule(
 FINAL_NORM = _norm("model.norm.weight", "decoder.final_layernorm.weight")
 OUTPUT = Rule("output_layer.weight", VOCABULARY, {"lm_head.weight": ("vocab_size", "hidden_size")})
 
-_INPUT_NORM = _norm(
-    "input_layernorm.weight", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"
-)
+_INPUT_NORM = _norm("input_layernorm.weight", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 _QKV_WEIGHT = Rule(
     "self_attention.linear_qkv.weight",
     QKV,
@@ -226,9 +220,7 @@ _QK_NORMS = (
     _norm("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", size="head_dim"),
     _norm("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", size="head_dim"),
 )
-_PROJ = Rule(
-    "self_attention.linear_proj.weight", COLUMNS, {"self_attn.o_proj.weight": ("hidden_size", "q_size")}
-)
+_PROJ = Rule("self_attention.linear_proj.weight", COLUMNS, {"self_attn.o_proj.weight": ("hidden_size", "q_size")})
 _DENSE_MLP = (
     _norm("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     Rule(

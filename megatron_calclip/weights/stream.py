@@ -171,9 +171,7 @@ def _owners(
     table: list[list[int]] = owners.tolist()
     for tensor, (stage, _, code) in zip(tensors, table, strict=True):
         if stage < 0:
-            raise ValueError(
-                f"no rank holds {tensor.name!r}; build the model with all layers of its configuration"
-            )
+            raise ValueError(f"no rank holds {tensor.name!r}; build the model with all layers of its configuration")
         if code == len(_DTYPES):
             raise ValueError(f"{tensor.name!r} is not of a floating type of 16 or 32 bits; pass such a dtype")
     return table

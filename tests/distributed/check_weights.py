@@ -111,9 +111,7 @@ def row_parallel_shards_are_right(
     return True
 
 
-def check_dense(
-    name: str, layout: str, dtype: Literal["fp32", "bf16"], folder: Path, last_saved: Path
-) -> None:
+def check_dense(name: str, layout: str, dtype: Literal["fp32", "bf16"], folder: Path, last_saved: Path) -> None:
     """Load, compare, stream; then save from this layout and load what the previous layout saved."""
     title = f"{name} {layout} {dtype}"
     config = Config(parallel=LAYOUTS[layout], precision=PrecisionConfig(params_dtype=dtype))
@@ -126,9 +124,7 @@ def check_dense(
     torch_dtype = model.DTYPES[dtype]
 
     local = set(global_parameters(chunks, shape, groups))
-    check(
-        f"{title}: no unmapped parameter", local <= {*megatron_names(shape, "local"), "output_layer.weight"}
-    )
+    check(f"{title}: no unmapped parameter", local <= {*megatron_names(shape, "local"), "output_layer.weight"})
     incomplete = HFSource.from_tensors({key: source.read(key) for key in list(source.shapes)[:-1]})
     before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
     try:

@@ -53,9 +53,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def run(
-    script: Path, *arguments: str, num_processes: int, timeout: float, env: Mapping[str, str] | None = None
-) -> str:
+def run(script: Path, *arguments: str, num_processes: int, timeout: float, env: Mapping[str, str] | None = None) -> str:
     """Run to the end and return the output; fails the test on an exit code other than 0, or on a hang."""
     process = start(script, *arguments, num_processes=num_processes, env=env)
     try:

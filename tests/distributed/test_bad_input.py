@@ -295,8 +295,6 @@ def test_reward_that_raises_on_one_rank_stops_all(folder: Path) -> None:
     )
     assert outcome.code != 0
     (line,) = outcome.errors
-    assert "reward.name: rewards_of_a_user.fails_on_rank_1 raised RuntimeError" in line and line.endswith(
-        "(rank 1)"
-    )
+    assert "reward.name: rewards_of_a_user.fails_on_rank_1 raised RuntimeError" in line and line.endswith("(rank 1)")
     assert re.search(r"exitcode\s*: 1 ", outcome.err), outcome.err
     assert not tracebacks(outcome)

@@ -1,8 +1,8 @@
 """Tiny models, a batch with every awkward sequence, and the plain training that every layout must reproduce.
 
-`PlainLearner` is transformers, autograd and torch's AdamW on one process: no Megatron, no packing, no process groups. It
-shares with the learner only the objective, so it checks everything between weights and objective, and between gradient and
-weights. Fixtures only; the checks are in `check_learner.py` and its neighbours.
+`PlainLearner` is transformers, autograd and torch's AdamW on one process: no Megatron, no packing, no process
+groups. It shares with the learner only the objective, so it checks everything between weights and objective, and
+between gradient and weights. Fixtures only; the checks are in `check_learner.py` and its neighbours.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ def test_errors():
     with pytest.raises(ValueError, match="unknown; choose from"):
         group_advantages(REWARDS, GROUPS, kind="std")
     with pytest.raises(ValueError, match="NaN or infinite"):
-        group_advantages(
-            torch.tensor([float("nan"), 1.0]), torch.zeros(2, dtype=torch.int64), kind="mean_only"
-        )
+        group_advantages(torch.tensor([float("nan"), 1.0]), torch.zeros(2, dtype=torch.int64), kind="mean_only")
 
 
 def test_degenerate_groups():
@@ -84,9 +82,7 @@ def test_order_does_not_matter(order, kind):
     order = torch.tensor(order)
     shuffled = group_advantages(REWARDS[order], GROUPS[order], kind=kind)
     torch.testing.assert_close(shuffled, group_advantages(REWARDS, GROUPS, kind=kind)[order])
-    assert torch.equal(
-        degenerate_groups(REWARDS[order], GROUPS[order]), degenerate_groups(REWARDS, GROUPS)[order]
-    )
+    assert torch.equal(degenerate_groups(REWARDS[order], GROUPS[order]), degenerate_groups(REWARDS, GROUPS)[order])
 
 
 def test_overlong_penalty_by_hand():

@@ -27,9 +27,7 @@ IDS = torch.tensor([0, 0, 1, 1, 1, 1, 2])
     ],
 )
 def test_weights_by_hand(aggregation, expected):
-    weights = loss_weights(
-        MASK, IDS, aggregation=aggregation, num_tokens=4, num_sequences=3, max_response_length=8
-    )
+    weights = loss_weights(MASK, IDS, aggregation=aggregation, num_tokens=4, num_sequences=3, max_response_length=8)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, torch.tensor(expected))
 

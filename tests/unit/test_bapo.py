@@ -9,17 +9,13 @@ from packed_batches import random_batch
 from megatron_calclip.algorithms.bapo import BAPOSettings, contribution_sums, search_bounds
 from megatron_calclip.algorithms.bounds import ClipBounds
 
-SMALL = BAPOSettings(
-    lower_start=0.6, lower_end=0.8, lower_step=0.1, upper_start=1.2, upper_end=2.0, upper_step=0.4
-)
+SMALL = BAPOSettings(lower_start=0.6, lower_end=0.8, lower_step=0.1, upper_start=1.2, upper_end=2.0, upper_step=0.4)
 
 
 def bounds_for(ratio, advantages, config):
     ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
     ones = torch.ones_like(ratio)
-    return search_bounds(
-        contribution_sums(ratio, advantages, ones, ones.bool(), settings=config), settings=config
-    )
+    return search_bounds(contribution_sums(ratio, advantages, ones, ones.bool(), settings=config), settings=config)
 
 
 def test_default_candidates():
@@ -65,12 +61,8 @@ def plain_search(ratio, advantages, weights, config):
     """The recipe's two loops, written out for lists."""
 
     def share(lower, upper):
-        positive = sum(
-            w * a * min(r, upper) for r, a, w in zip(ratio, advantages, weights, strict=True) if a > 0
-        )
-        negative = sum(
-            -w * a * max(r, lower) for r, a, w in zip(ratio, advantages, weights, strict=True) if a < 0
-        )
+        positive = sum(w * a * min(r, upper) for r, a, w in zip(ratio, advantages, weights, strict=True) if a > 0)
+        negative = sum(-w * a * max(r, lower) for r, a, w in zip(ratio, advantages, weights, strict=True) if a < 0)
         return positive / (positive + negative)
 
     lower, upper = config.lower_start, config.upper_start
@@ -101,9 +93,7 @@ def test_agrees_with_a_plain_loop_and_adds_up_over_micro_batches(seed, target, c
     if not mask.any():
         return
     ratio = (i.log_probs - i.old_log_probs).detach().exp()[mask].tolist()
-    lower, upper = plain_search(
-        ratio, i.advantages[mask].tolist(), i.importance_weights[mask].tolist(), config
-    )
+    lower, upper = plain_search(ratio, i.advantages[mask].tolist(), i.importance_weights[mask].tolist(), config)
     bounds = search_bounds(whole, settings=config)
     assert (bounds.lower, bounds.upper) == (pytest.approx(lower), pytest.approx(upper))
 

@@ -162,9 +162,7 @@ def brute_force(tokens, config: CalibrationSettings, bounds: ClipBounds):
     return raw_low, new_low, raw_high, smoothed(present_high, raw_high, 100)
 
 
-GRID_VALUES = [
-    float32(milli / 1000) for milli in (500, 600, 640, 800, 820, 900, 1200, 1240, 1300, 1800, 2000)
-]
+GRID_VALUES = [float32(milli / 1000) for milli in (500, 600, 640, 800, 820, 900, 1200, 1240, 1300, 1800, 2000)]
 ratio_values = st.one_of(st.sampled_from([*GRID_VALUES, 1.0, 5.0]), st.floats(0.25, 3, width=32))
 token_rows = st.tuples(
     ratio_values,
@@ -370,9 +368,7 @@ def test_rule_3_unsolvable_or_flat_balance_holds_the_upper_bound():
 @pytest.mark.parametrize("preset", [CalibrationSettings.paper, CalibrationSettings.robust])
 def test_rule_3_a_balance_without_negative_update_is_undefined(preset):
     # L = 0.6 clips all of FP8's A < 0 tokens, and BF16 has no tail that would move it.
-    report = calibrate(
-        ClipCalibrator(preset()), [0.5, 0.5, 1.0, 1.3], [1.0, 1.0, 1.0, 1.3], [-1.0, -1.0, 1.0, 1.0]
-    )
+    report = calibrate(ClipCalibrator(preset()), [0.5, 0.5, 1.0, 1.3], [1.0, 1.0, 1.0, 1.3], [-1.0, -1.0, 1.0, 1.0])
     assert report.upper.reason == "no solution, no token with A < 0 survives the lower bound"
     assert (report.upper.status, report.upper.after) == ("held", 1.8)
     assert report.balance_range is None
@@ -386,9 +382,7 @@ def test_rule_3_a_balance_without_negative_update_is_undefined(preset):
 )
 def test_rule_4_one_sided_advantages_hold_both(advantage, reason):
     ratio8, ratio16, _ = lognormal(1_000, sigma16=0.12, noise=0.1)
-    report = calibrate(
-        ClipCalibrator(CalibrationSettings.robust()), ratio8, ratio16, torch.full((1_000,), advantage)
-    )
+    report = calibrate(ClipCalibrator(CalibrationSettings.robust()), ratio8, ratio16, torch.full((1_000,), advantage))
     assert report.lower.status == report.upper.status == "held"
     assert report.after == ClipBounds(0.6, 1.8)
     assert log_of(report).count(reason) == 2
@@ -476,9 +470,7 @@ def test_interval_that_says_nothing_holds():
     report = calibrate(ClipCalibrator(robust), ratio8, ratio16, advantages, sequence_ids=ids)
     assert report.lower.status == "held"
     assert "of the grid and says nothing" in log_of(report)
-    paper = calibrate(
-        ClipCalibrator(CalibrationSettings.paper()), ratio8, ratio16, advantages, sequence_ids=ids
-    )
+    paper = calibrate(ClipCalibrator(CalibrationSettings.paper()), ratio8, ratio16, advantages, sequence_ids=ids)
     assert paper.lower.status != "held"
 
 
@@ -502,17 +494,11 @@ def test_bad_numbers_hold_both():
     calibrator = ClipCalibrator(CalibrationSettings.robust())
     report = calibrate(calibrator, ratio8, ratio16, advantages, loss_weights=tiny)
     assert "raise weight_scale" in report.upper.reason
-    statistics = fill(
-        calibrator.new_statistics(weight_scale=1e9), ratio8, ratio16, advantages, loss_weights=tiny
-    )
+    statistics = fill(calibrator.new_statistics(weight_scale=1e9), ratio8, ratio16, advantages, loss_weights=tiny)
     assert calibrator.calibrate(statistics, 40).upper.status != "held"
     huge = torch.full((4_096,), 1e9)
     report = calibrate(calibrator, huge, huge, huge.clone().index_fill_(0, torch.tensor([0]), -1.0))
-    assert (
-        report.lower.reason
-        == report.upper.reason
-        == "a sum exceeded the range of fixed point; lower weight_scale"
-    )
+    assert report.lower.reason == report.upper.reason == "a sum exceeded the range of fixed point; lower weight_scale"
 
 
 # --- Weights, balance, sequences, schedule, state ---------------------------------------------------------
@@ -574,9 +560,7 @@ def test_sequence_mode_moves_a_limited_number_of_steps_and_reports_the_edge():
 
 
 def test_drift_schedule_stretches_at_rest_and_shrinks_on_a_move():
-    config = CalibrationSettings.robust(
-        schedule="drift", interval=8, start=REFERENCE, start_step=3, drift_stretch=4
-    )
+    config = CalibrationSettings.robust(schedule="drift", interval=8, start=REFERENCE, start_step=3, drift_stretch=4)
     calibrator = ClipCalibrator(config)
     assert [step for step in range(1, 6) if calibrator.due(step)] == [3, 4, 5]
 
@@ -604,7 +588,9 @@ def test_drift_schedule_stretches_at_rest_and_shrinks_on_a_move():
     # Bounds on their way neither stretch nor shrink it, and neither does a bound held for want of data.
     assert run(step, noises[-1]).interval == shrinking[-1]
     held = ClipCalibrator(config)
-    assert calibrate(held, *tokens_with_tail(2), step=3).interval == 8
+    ratio8, ratio16, advantages = tokens_with_tail(20)
+    report = calibrate(held, ratio8, ratio16, -advantages.abs(), step=3)
+    assert (report.before, report.interval) == (report.after, 8)
 
 
 def test_state_round_trip_continues_identically():

@@ -26,9 +26,7 @@ def test_paper_grid_is_exact():
 
 
 def test_edges_hold_present_bounds_and_what_smoothing_reaches():
-    settings = CalibrationSettings(
-        start=ClipBounds(0.605, 1.8), delta_lower=0.03, grid_lower=(0.4, 0.9, 0.05)
-    )
+    settings = CalibrationSettings(start=ClipBounds(0.605, 1.8), delta_lower=0.03, grid_lower=(0.4, 0.9, 0.05))
     lower, _ = settings.grids(ClipBounds(0.777, 1.8))
     assert lower.edges[lower.index(0.777)] == 0.777
     for bound in (0.605, 0.777, 0.4, 0.9):

@@ -180,9 +180,7 @@ def test_later_overrides_win(base: str) -> None:
     assert load_config(base, ["train.seed=1", "train.seed=2"], world_size=1).train.seed == 2
 
 
-@pytest.mark.parametrize(
-    "override", ["train.seed", "=3", "train..seed=3", "train.=3", ".seed=3", "a b=3", "--x=3"]
-)
+@pytest.mark.parametrize("override", ["train.seed", "=3", "train..seed=3", "train.=3", ".seed=3", "a b=3", "--x=3"])
 def test_malformed_override(base: str, override: str) -> None:
     with pytest.raises(UserError, match=r"section\.key=value"):
         load_config(base, [override])
@@ -371,9 +369,7 @@ def test_arithmetic_problems_must_fit_the_context() -> None:
 def test_a_shape_from_a_model_folder_is_named_so() -> None:
     config = config_from_dict(valid(model={"shape": SHAPE | {"num_query_groups": 3}, "tokenizer": "t"}))
     assert config.model.shape is not None
-    with pytest.raises(
-        UserError, match=r"^model\.hf: num_query_groups 3 does not divide num_attention_heads 4"
-    ):
+    with pytest.raises(UserError, match=r"^model\.hf: num_query_groups 3 does not divide num_attention_heads 4"):
         check_shape(config.model.shape, config.parallel, where="model.hf")
 
 
@@ -405,9 +401,7 @@ def test_any_text_reads_back(text: str, tmp_path_factory: pytest.TempPathFactory
     assert load_config(path) == config
 
 
-@pytest.mark.parametrize(
-    "text", ["1e-6", "1e5", "no", "true", "null", "010", "12:30", "2024-01-01", "=", "<<", ".5"]
-)
+@pytest.mark.parametrize("text", ["1e-6", "1e5", "no", "true", "null", "010", "12:30", "2024-01-01", "=", "<<", ".5"])
 def test_texts_that_look_like_something_else_read_back(text: str, tmp_path: Path) -> None:
     config = config_from_dict(valid(run_dir=text))
     assert load_config(write(tmp_path, "text.yaml", config_to_yaml(config))).run_dir == text
@@ -471,9 +465,7 @@ def test_any_mutation_is_a_configuration_or_a_user_error(data: st.DataObject) ->
 
 @given(text=st.text() | st.text(alphabet="!&*{}[]:,-'\"#|>?%@` \n0aeE.+_<=~"))
 @settings(max_examples=100, deadline=None)
-def test_any_yaml_text_is_a_configuration_or_a_user_error(
-    text: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_yaml_text_is_a_configuration_or_a_user_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     for arguments in ((str(path), []), (str(ROOT / "conf" / "tiny_cpu.yaml"), [f"train.seed={text}"])):
@@ -496,8 +488,6 @@ def test_configuration_and_command_line_import_neither_torch_nor_transformers() 
         "assert not heavy, heavy\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    completed = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-    )
+    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert completed.returncode == 0, completed.stderr
     assert yaml.safe_load(completed.stdout)["model"]["tokenizer"] == "characters"

@@ -95,9 +95,7 @@ def test_dual_clip_is_reported_apart():
 
 def test_masked_tokens_do_not_enter_the_extremes():
     for ratio in (1.5, 0.5):
-        inputs = loss_inputs(
-            torch.tensor([ratio, 1.0]).log(), torch.ones(2), mask=torch.tensor([True, False])
-        )
+        inputs = loss_inputs(torch.tensor([ratio, 1.0]).log(), torch.ones(2), mask=torch.tensor([True, False]))
         metrics = measure(Batch(inputs, inputs.old_log_probs, torch.zeros(2))).finalize()
         assert metrics["ratio/min"] == metrics["ratio/max"] == pytest.approx(ratio)
 

@@ -33,9 +33,7 @@ TINY = {
 # The character tokenizer
 
 
-@given(
-    text=st.text(alphabet=ALPHABET) | st.sampled_from(["<eos>", "<pad>0<eos>", "\n\n", "  1 , 2 .", " '0"])
-)
+@given(text=st.text(alphabet=ALPHABET) | st.sampled_from(["<eos>", "<pad>0<eos>", "\n\n", "  1 , 2 .", " '0"]))
 @settings(deadline=None)
 def test_round_trip(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
@@ -121,9 +119,7 @@ def test_tokenizer_without_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_config_made_from_a_shape(architecture: Any) -> None:
-    shape = ShapeConfig(
-        architecture, num_layers=2, hidden_size=32, ffn_hidden_size=64, num_query_groups=2, head_dim=16
-    )
+    shape = ShapeConfig(architecture, num_layers=2, hidden_size=32, ffn_hidden_size=64, num_query_groups=2, head_dim=16)
     config = load_hf_config(ModelConfig(shape=shape, max_sequence_length=48), ParallelConfig(), TOKENIZER)
     assert config.model_type == architecture and config.max_position_embeddings == 48
     made = ModelShape.from_hf_config(config)
@@ -135,9 +131,7 @@ def test_config_made_from_a_shape(architecture: Any) -> None:
 @pytest.mark.parametrize("make", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_config_read_from_a_folder(tmp_path: Path, make: Any) -> None:
     make(**TINY).save_pretrained(tmp_path)
-    config = load_hf_config(
-        ModelConfig(hf=str(tmp_path), max_sequence_length=64), ParallelConfig(tp=2), TOKENIZER
-    )
+    config = load_hf_config(ModelConfig(hf=str(tmp_path), max_sequence_length=64), ParallelConfig(tp=2), TOKENIZER)
     assert config.to_dict()["hidden_size"] == 32
 
 
@@ -145,9 +139,7 @@ def refused(folder: Path, values: dict[str, Any] | str, *, parallel: ParallelCon
     text = values if isinstance(values, str) else json.dumps(values)
     (folder / "config.json").write_text(text)
     with pytest.raises(UserError) as caught:
-        load_hf_config(
-            ModelConfig(hf=str(folder), max_sequence_length=64), parallel or ParallelConfig(), TOKENIZER
-        )
+        load_hf_config(ModelConfig(hf=str(folder), max_sequence_length=64), parallel or ParallelConfig(), TOKENIZER)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -44,9 +44,7 @@ def test_a_weight_at_the_cap_is_not_truncated():
 
 
 def test_mask_mode_removes_what_exceeds_the_cap():
-    assert weigh(level="token", cap=3.0, mode="mask").weights.tolist() == pytest.approx(
-        [2, 0, 1, 0.5, 1, 0.25]
-    )
+    assert weigh(level="token", cap=3.0, mode="mask").weights.tolist() == pytest.approx([2, 0, 1, 0.5, 1, 0.25])
     by_sequence = weigh(level="sequence_product", cap=3.0, mode="mask")
     assert by_sequence.weights.tolist() == pytest.approx([0, 0, 1, 0.125, 0.125, 0.125])
 

@@ -62,9 +62,7 @@ def test_k3_is_unbiased_on_a_small_vocabulary():
     exact = (p * (p / q).log()).sum()
     mask = torch.ones(3, dtype=torch.bool)
     for kind in ("k1", "k3"):
-        torch.testing.assert_close(
-            (p * kl_penalty(p.log(), q.log(), response_mask=mask, kind=kind)).sum(), exact
-        )
+        torch.testing.assert_close((p * kl_penalty(p.log(), q.log(), response_mask=mask, kind=kind)).sum(), exact)
 
 
 def test_unknown_kind():

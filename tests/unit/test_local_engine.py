@@ -315,9 +315,7 @@ def test_a_prompt_that_does_not_fit_is_refused(engine: LocalEngine) -> None:
         engine.generate(fits, SamplingParams(5))
     with pytest.raises(ValueError, match="sample 1 is empty"):
         engine.generate(make_requests([(5,), ()]), SamplingParams(5))
-    with pytest.raises(
-        ValueError, match=r"sample 0 has token ids in 5\.\.32, the model's vocabulary is 0\.\.31"
-    ):
+    with pytest.raises(ValueError, match=r"sample 0 has token ids in 5\.\.32, the model's vocabulary is 0\.\.31"):
         engine.generate(make_requests([(5, 32)]), SamplingParams(5))
     with pytest.raises(ValueError, match="context of 64"):
         engine.score([[5] * 65])
@@ -372,8 +370,7 @@ def test_new_weights_change_outputs_and_version(qwen3: torch.nn.Module) -> None:
     assert engine.health().ready
     new = engine.generate(requests, sampling)
     assert new == [
-        Completion(c.token_ids, c.log_probs, c.finished, 7)
-        for c in make_engine(other).generate(requests, sampling)
+        Completion(c.token_ids, c.log_probs, c.finished, 7) for c in make_engine(other).generate(requests, sampling)
     ]
     assert tokens_of(new) != tokens_of(old)
 

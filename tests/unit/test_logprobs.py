@@ -41,9 +41,7 @@ def loss_weights(num_tokens: int) -> tuple[Tensor, Tensor]:
     """Upstream gradients of log-prob and entropy; every third token is masked in both."""
     generator = torch.Generator().manual_seed(1)
     mask = (torch.arange(num_tokens) % 3 != 0).double()
-    return torch.randn(num_tokens, generator=generator) * mask, torch.rand(
-        num_tokens, generator=generator
-    ) * mask
+    return torch.randn(num_tokens, generator=generator) * mask, torch.rand(num_tokens, generator=generator) * mask
 
 
 def weighted_loss(log_probs: Tensor, entropy: Tensor | None) -> Tensor:
@@ -113,9 +111,7 @@ def test_linear_matches_plain_for_any_tile(
 @pytest.mark.parametrize(("num_tokens", "vocab"), [(97, 8191), (33, 8192), (97, 8193), (3, 20011), (300, 13)])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_form_matches_plain(
-    num_tokens: int, vocab: int, entropy_grad: bool, temperature: float
-) -> None:
+def test_logits_form_matches_plain(num_tokens: int, vocab: int, entropy_grad: bool, temperature: float) -> None:
     logits, targets = make_logits(num_tokens, vocab)
     logits.requires_grad_()
     options: dict[str, Any] = {"temperature": temperature, "with_entropy": True, "entropy_grad": entropy_grad}
@@ -199,9 +195,7 @@ def test_extreme_logits(temperature: float) -> None:
     logits[4, :-1], targets[4] = -1e4, vocab - 1
     logits[5] = -1e4
     logits.requires_grad_()
-    log_probs, entropy = token_log_probs(
-        logits, targets, temperature=temperature, with_entropy=True, entropy_grad=True
-    )
+    log_probs, entropy = token_log_probs(logits, targets, temperature=temperature, with_entropy=True, entropy_grad=True)
     exact = logits.detach().double().requires_grad_()
     expected = plain(exact, targets, temperature=temperature)
     # Row 3 has a log-prob of about -1e4 / temperature, where FP32 itself resolves 1e-7 of the value.
@@ -302,9 +296,7 @@ def test_default_dtype_does_not_matter() -> None:
         actual = linear_token_log_probs(hidden, weight, targets, with_entropy=True)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(
-        torch.equal(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None
-    )
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None)
 
 
 class LargestAllocation(TorchDispatchMode):
@@ -376,8 +368,6 @@ def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
         (torch.zeros(2, 3), torch.zeros(4, 3), {"tile_columns": -1}, "empty"),
     ],
 )
-def test_wrong_linear_arguments(
-    hidden: Tensor, weight: Tensor, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_linear_arguments(hidden: Tensor, weight: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_token_log_probs(hidden, weight, torch.tensor([0, 1]), **options)

@@ -26,9 +26,7 @@ from megatron_calclip.objective import (
 BOUNDS = ClipBounds(0.8, 1.24)
 
 
-def make_batch(
-    lengths: list[int], advantages: list[float], *, seed: int = 0, noise: float = 0.0
-) -> TrainingBatch:
+def make_batch(lengths: list[int], advantages: list[float], *, seed: int = 0, noise: float = 0.0) -> TrainingBatch:
     """Sequences of a prompt of two tokens and a response; log pi_old = -1, mu and pi_ref off by `noise`."""
     completions = [[Completion((1,) * n, (-1.0,) * n, finished=True, policy_version=0)] for n in lengths]
     prompts = [Prompt(i, (5, 6), "", "") for i in range(len(lengths))]
@@ -48,18 +46,14 @@ def make_batch(
 def scored(batch: TrainingBatch, sequences: list[int], log_probs: Tensor, entropy: Tensor) -> ScoredTokens:
     """One micro-batch: the response tokens of some sequences, in this order."""
     ids, mask = batch.trajectories.sequence_ids, batch.trajectories.response_mask
-    index = torch.cat(
-        [torch.zeros(0, dtype=torch.int64), *(((ids == s) & mask).nonzero()[:, 0] for s in sequences)]
-    )
+    index = torch.cat([torch.zeros(0, dtype=torch.int64), *(((ids == s) & mask).nonzero()[:, 0] for s in sequences)])
     return ScoredTokens(index=index, log_probs=log_probs[index], entropy=entropy[index])
 
 
 def by_hand(algorithm: AlgorithmConfig) -> tuple[float, Tensor, PolicyMetricSums]:
     """Loss and gradient of two sequences: A = 1 with log-ratios log 1.1, log 1.5; A = -2 with log 0.9."""
     batch = make_batch([2, 1], [1.0, -2.0])
-    log_probs = torch.zeros(7).index_copy(
-        0, torch.tensor([2, 3, 6]), torch.tensor([1.1, 1.5, 0.9]).log() - 1.0
-    )
+    log_probs = torch.zeros(7).index_copy(0, torch.tensor([2, 3, 6]), torch.tensor([1.1, 1.5, 0.9]).log() - 1.0)
     log_probs.requires_grad_()
     tokens = policy_tokens(batch, [[0, 1]], algorithm, max_response_length=4)
     entropy = torch.full((7,), 0.5)
@@ -91,9 +85,7 @@ def test_clipped_surrogate_by_hand(aggregation: Any, weights: list[float]) -> No
 
 
 def test_kl_and_entropy_by_hand() -> None:
-    algorithm = AlgorithmConfig(
-        aggregation="token_mean", entropy_bonus=0.1, kl=KLConfig(coefficient=0.3, kind="k2")
-    )
+    algorithm = AlgorithmConfig(aggregation="token_mean", entropy_bonus=0.1, kl=KLConfig(coefficient=0.3, kind="k2"))
     loss, _, _ = by_hand(algorithm)
     surrogate = (-1.1 - 1.24 + 1.8) / 3
     # K2 = d^2 / 2 with d = log pi_theta - log pi_ref = log r here.

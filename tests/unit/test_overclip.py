@@ -148,16 +148,12 @@ def test_sums_add_up_and_ignore_what_is_outside_the_mask(seed, cut):
             ClipBounds(0.6, 1.8),
             REFERENCE,
         )
-        sums = overclip_sums(
-            pairs, weights=i.importance_weights, log_probs8=i.log_probs, log_probs16=log_probs16
-        )
+        sums = overclip_sums(pairs, weights=i.importance_weights, log_probs8=i.log_probs, log_probs16=log_probs16)
         return sums, attribution_sums(pairs, batch.entropy, edges=ENTROPY_EDGES)
 
     batch = random_batch(seed)
     whole, whole_table = measure(batch)
-    (a, a_table), (b, b_table) = (
-        measure(batch.part(part)) for part in (list(range(cut)), list(range(cut, 6)))
-    )
+    (a, a_table), (b, b_table) = (measure(batch.part(part)) for part in (list(range(cut)), list(range(cut, 6))))
     torch.testing.assert_close(a.merge(b).sums, whole.sums)
     assert torch.equal(a_table + b_table, whole_table)
     clean, clean_table = measure(random_batch(seed, dirty=False))

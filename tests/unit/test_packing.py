@@ -26,14 +26,11 @@ def offsets_of(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-def layouts(
-    sequences: list[int], lengths: list[int], *, cp: int, align: int = 1, least: int = 1
-) -> list[PackedLayout]:
+def layouts(sequences: list[int], lengths: list[int], *, cp: int, align: int = 1, least: int = 1) -> list[PackedLayout]:
     """The layout of one micro-batch on every context-parallel rank."""
     offsets = offsets_of(lengths)
     return [
-        pack(sequences, lengths, offsets, cp_size=cp, cp_rank=rank, align=align, min_tokens=least)
-        for rank in range(cp)
+        pack(sequences, lengths, offsets, cp_size=cp, cp_rank=rank, align=align, min_tokens=least) for rank in range(cp)
     ]
 
 
@@ -74,9 +71,7 @@ def test_interleaving_gets_a_multiple() -> None:
 
 @pytest.mark.parametrize(("count", "num_minibatches"), [(5, 2), (3, 4), (0, 1)])
 def test_sequences_that_do_not_split(count: int, num_minibatches: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"{count} sequences do not split into {num_minibatches} mini-batches"
-    ):
+    with pytest.raises(ValueError, match=f"{count} sequences do not split into {num_minibatches} mini-batches"):
         plan_step([1] * count, num_minibatches=num_minibatches, dp_size=1, tokens_per_microbatch=8)
 
 
@@ -137,9 +132,7 @@ def test_zigzag_by_hand() -> None:
     assert first.cu_seqlens.tolist() == [0, 8]
 
 
-@pytest.mark.parametrize(
-    ("cp", "align", "least", "size"), [(1, 1, 1, 1), (1, 4, 1, 4), (2, 1, 1, 2), (2, 3, 7, 12)]
-)
+@pytest.mark.parametrize(("cp", "align", "least", "size"), [(1, 1, 1, 1), (1, 4, 1, 4), (2, 1, 1, 2), (2, 3, 7, 12)])
 def test_micro_batch_without_sequences(cp: int, align: int, least: int, size: int) -> None:
     # (2, 3, 7): 7 local tokens, a multiple of 3 and, for two chunks a rank, of 2: 12.
     for layout in layouts([], [5], cp=cp, align=align, least=least):
@@ -187,13 +180,9 @@ def test_every_token_once(lengths: list[int], cp: int, align: int, least: int) -
         ].tolist()
         edges = layout.cu_seqlens.tolist()
         assert edges == ranks[0].cu_seqlens.tolist()
-        assert edges[-1] == size * cp and layout.max_seqlen == max(
-            b - a for a, b in itertools.pairwise(edges)
-        )
+        assert edges[-1] == size * cp and layout.max_seqlen == max(b - a for a, b in itertools.pairwise(edges))
         assert cp == 1 or all(edge % (2 * cp) == 0 for edge in edges)
-        assert [group.start for group in layout.groups] == offsets_of(
-            [group.num_tokens for group in layout.groups]
-        )
+        assert [group.start for group in layout.groups] == offsets_of([group.num_tokens for group in layout.groups])
         assert sum(group.num_tokens for group in layout.groups) == size
         for group in layout.groups:
             if group.query_index is not None:
@@ -213,11 +202,7 @@ def grouped_attention(layout: PackedLayout, query: Tensor, key: Tensor, value: T
             else group.query_index
         )
         columns = rows if group.key_index is None else group.key_index
-        visible = (
-            torch.ones(rows.size(1), columns.size(1)).tril().bool()
-            if group.mask is None
-            else group.mask[:, 0]
-        )
+        visible = torch.ones(rows.size(1), columns.size(1)).tril().bool() if group.mask is None else group.mask[:, 0]
         scores = (query[rows] @ key[columns].transpose(1, 2)).masked_fill(~visible, -torch.inf)
         out = (scores.softmax(-1) @ value[columns]).flatten(0, 1)
         parts.append(out if group.output_index is None else out[group.output_index])

@@ -182,8 +182,6 @@ def test_oracle_with_its_own_ratio_is_the_ordinary_surrogate():
 
 def test_clip_masks_follow_the_sign_and_the_mask():
     mask = torch.tensor([True, True, False])
-    low, high = clip_masks(
-        torch.tensor([0.8, 1.2, 0.1]), torch.tensor([-1.0, 1.0, -1.0]), PPO, response_mask=mask
-    )
+    low, high = clip_masks(torch.tensor([0.8, 1.2, 0.1]), torch.tensor([-1.0, 1.0, -1.0]), PPO, response_mask=mask)
     assert low.tolist() == [True, False, False]
     assert high.tolist() == [False, True, False]

@@ -46,9 +46,7 @@ NON_FINITE = [math.inf, -math.inf, math.nan]
 
 
 @st.composite
-def matrices(
-    draw: st.DrawFn, *, rows: int | None = None, cols: int | None = None, finite: bool = True
-) -> Tensor:
+def matrices(draw: st.DrawFn, *, rows: int | None = None, cols: int | None = None, finite: bool = True) -> Tensor:
     """BF16 or FP32 matrices: normal, log-normal, outliers, tiny, huge, zero rows, special values put in."""
     rows = rows or draw(st.integers(1, 40))
     cols = cols or draw(st.integers(1, 70))
@@ -84,9 +82,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(nan, right.isnan()) and bool((equal | nan).all())
 
 
-def torchao_codes(
-    x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool
-) -> tuple[Tensor, Tensor]:
+def torchao_codes(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """torchao's scale and codes: tensorwise for `dim=None`, else rowwise along `dim`."""
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     scale = tensor_to_scale(

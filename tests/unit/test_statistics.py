@@ -111,10 +111,7 @@ token = st.tuples(
 def tensors(rows: list[tuple]) -> Tokens:
     dtypes = [torch.float32] * 5 + [torch.bool, torch.int64]
     columns = zip(*rows, strict=True)
-    return {
-        name: torch.tensor(column, dtype=dtype)
-        for name, column, dtype in zip(NAMES, columns, dtypes, strict=True)
-    }
+    return {name: torch.tensor(column, dtype=dtype) for name, column, dtype in zip(NAMES, columns, dtypes, strict=True)}
 
 
 def float32(value: float) -> float:

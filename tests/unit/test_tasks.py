@@ -1,4 +1,4 @@
-"""Generated tasks: right answers, no problem on both sides, demonstrations that are wrong as often as asked."""
+"""Generated tasks: right answers, no problem on both sides, demonstrations as often wrong as asked."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ def test_noise_spoils_demonstrations() -> None:
 
 def test_tasks_by_name() -> None:
     config = config_from_dict({"data": {"scratchpad": {"num_digits": 3}, "arithmetic": {"max_operand": 1}}})
-    arithmetic, scratchpad = (
-        generated_task(name, config, held_out=True) for name in ("arithmetic", "scratchpad")
-    )
+    arithmetic, scratchpad = (generated_task(name, config, held_out=True) for name in ("arithmetic", "scratchpad"))
     assert isinstance(arithmetic, Arithmetic) and arithmetic.task.max_operand == 1 and arithmetic.held_out
     assert isinstance(scratchpad, Scratchpad) and scratchpad.task.num_digits == 3 and scratchpad.held_out
     assert generated_task("rows.jsonl", config, held_out=False) is None

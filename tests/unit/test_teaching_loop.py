@@ -193,9 +193,7 @@ def test_loss_and_gradient_equal_the_packages(case: Case) -> None:
 
         chosen = trajectories.response_mask & torch.isin(trajectories.sequence_ids, torch.tensor(rows))
         index = chosen.nonzero()[:, 0]
-        scored = ScoredTokens(
-            index=index, log_probs=case.flat(case.log_probs)[index], entropy=torch.zeros(len(index))
-        )
+        scored = ScoredTokens(index=index, log_probs=case.flat(case.log_probs)[index], entropy=torch.zeros(len(index)))
         expected_loss, _ = objective(scored)
         (expected_gradient,) = torch.autograd.grad(expected_loss, case.log_probs)
         torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
@@ -217,9 +215,7 @@ def test_loss_and_gradient_equal_the_packages(case: Case) -> None:
         assert (weight > example.Settings.importance_cap).any() and (weight < 1).any()
 
 
-def test_a_short_run_from_end_to_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_short_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     short = example.Settings(
         num_layers=1, width=16, num_warm_steps=5, warm_batch_size=8, num_steps=3, num_prompts=8, num_eval=16
     )

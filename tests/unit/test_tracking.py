@@ -22,9 +22,7 @@ from megatron_calclip.tracking import Tracker, profiled
 def make_config(run_dir: Path, **tracking: Any) -> Config:
     values = {"tensorboard": False} | tracking
     model = {"shape": {}, "tokenizer": "characters"}
-    return config_from_dict(
-        {"model": model, "run_dir": str(run_dir), "tracking": values, "train": {"num_steps": 3}}
-    )
+    return config_from_dict({"model": model, "run_dir": str(run_dir), "tracking": values, "train": {"num_steps": 3}})
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -54,9 +52,7 @@ def test_rows_samples_and_configuration(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_lines_stay_whole_where_the_output_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_stay_whole_where_the_output_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = Tracker(make_config(tmp_path), active=True, first_step=0)
     tracker.say("word " * 60 + "[bold]")
     tracker.summary({"metrics": "/long" * 40})
@@ -126,9 +122,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tracker_that_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, module: str, active: bool
 ) -> None:
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == module else importlib.machinery
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else importlib.machinery)
     complaint = rf"^tracking\.{setting}: needs {module}: pip install 'megatron-calclip\[{module}\]'"
     with pytest.raises(UserError, match=complaint):
         Tracker(make_config(tmp_path, **{setting: "x"}), active=active, first_step=0)

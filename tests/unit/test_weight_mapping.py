@@ -74,9 +74,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def fake_chunk(
-    shape: ModelShape, layers: list[int], *, spec: LayerSpec, first: bool = True, last: bool = True
-) -> Any:
+def fake_chunk(shape: ModelShape, layers: list[int], *, spec: LayerSpec, first: bool = True, last: bool = True) -> Any:
     """A module with the parameter names of a GPTModel chunk that holds `layers`, zero everywhere."""
     chunk: Any = nn.Module()
     chunk.decoder = nn.Module()
@@ -237,9 +235,7 @@ def test_dry_run_of_a_large_model_from_its_configuration() -> None:
 
 def test_configurations_that_cannot_be_mapped() -> None:
     config = CONFIGS["llama"].to_dict()
-    with pytest.raises(
-        ValueError, match=r"'gpt2' is not supported; use one of llama, qwen2, qwen3, qwen3_moe"
-    ):
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported; use one of llama, qwen2, qwen3, qwen3_moe"):
         ModelShape.from_hf_config(config | {"model_type": "gpt2"})
     with pytest.raises(ValueError, match="attention_bias=True"):
         ModelShape.from_hf_config(config | {"attention_bias": True})
@@ -365,9 +361,7 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
 
     (tmp_path / INDEX_FILE).write_text("{}")
     assert "is no index of safetensors files" in error()
-    (tmp_path / INDEX_FILE).write_text(
-        json.dumps({"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}})
-    )
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}))
     assert "2.safetensors: is missing" in error()
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"b": "model.safetensors"}}))
     assert "lacks tensor 'b', which the index places there" in error()
