@@ -147,7 +147,7 @@ def make_fp8(chunks: Iterable[nn.Module], precision: PrecisionConfig, *, backend
     edge = precision.first_last_layers_bf16
     for chunk in chunks:
         for layer in chunk.decoder.layers:  # type: ignore[union-attr]
-            if not edge < layer.layer_number <= num_layers - edge:  # type: ignore[operator]
+            if not edge < layer.layer_number <= num_layers - edge:
                 continue
             for module in layer.modules():
                 if isinstance(module, _Fp8ParallelLinear):

@@ -423,7 +423,7 @@ def _round_to_grid_(magnitude: Tensor, scratch: Tensor, dtype: torch.dtype, *, f
         floor: `_ROUNDING_FLOOR` times FP8's smallest normal, times the same power of two.
     """
     ratio = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    large = torch.clamp(magnitude, min=floor, out=scratch)  # type: ignore[call-overload]
+    large = torch.clamp(magnitude, min=floor, out=scratch)
     magnitude.sub_(large, alpha=ratio).add_(large, alpha=ratio)
 
 
@@ -456,7 +456,8 @@ def _emulate(
     floor = _ROUNDING_FLOOR * fp8.smallest_normal / (scale if in_place else torch.ones_like(scale))
 
     out = magnitude if out_dtype is x.dtype else torch.empty_like(magnitude, dtype=out_dtype)
-    tile_rows, per_tile = tiles.tile[0], (scale, inverse, floor)
+    tile_rows = tiles.tile[0]
+    per_tile: tuple[Tensor, ...] = (scale, inverse, floor)
     if tiles.grid[0] == 1:  # as many tiles of one row that share their scales, so that it can be cut anywhere
         tile_rows, per_tile = 1, tuple(t.expand(len(magnitude), -1) for t in per_tile)
     per_element = (t.view(-1, tile_rows, tiles.grid[1], tiles.tile[1]) for t in (magnitude, out, signed))
