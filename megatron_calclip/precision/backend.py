@@ -55,7 +55,7 @@ def choose(precision: PrecisionConfig) -> Literal["te", "scaled_mm", "emulated"]
         if not transformer_engine_present():
             raise UserError(
                 "precision.backend",
-                "te needs TransformerEngine and a GPU: pip install 'megatron-calclip[gpu]', or use emulated",
+                "te needs TransformerEngine and a GPU; pip install 'megatron-calclip[gpu]', or use emulated",
             )
         if recipe == "mxfp8" and capability < _MXFP8_CAPABILITY:
             raise UserError(
@@ -166,7 +166,8 @@ def _check_hardware(config: Config, shape: ModelShape, backend: Literal["te", "s
         raise UserError("precision.first_last_layers_bf16", "Megatron refuses it with delayed scaling; set it to 0")
     if recipe == "mxfp8" and precision.fp8_param and not config.parallel.overlap_param_gather:
         raise UserError(
-            "precision.fp8_param", "mxfp8 parameters go NaN in Megatron without parallel.overlap_param_gather: true"
+            "precision.fp8_param",
+            "mxfp8 parameters go NaN in Megatron without parallel.overlap_param_gather; switch that on, or this off",
         )
     if recipe == "blockwise" and precision.fp8_param and tp > 2:
         raise UserError(

@@ -39,7 +39,6 @@ E8M0_BIAS = 127
 E8M0_NAN = 255
 TWO_TO_MINUS_127 = 1 << 22  # bits of that FP32 number, a subnormal
 TORCHAO_EPS = 1e-12  # torchao's lower bound on a row's amax
-_ROUNDING_FLOOR = 1.5  # well inside the binade of FP8's smallest normal, see `_round_to_grid_`
 CHUNK_NUMEL = 1 << 16  # two FP32 buffers of this size (512 KiB) stay in a core's L2 cache
 
 
@@ -340,7 +339,7 @@ def fake_quantize(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Quantized:
     """`quantize` with the same code values in `out_dtype` (BF16 or FP32) instead of FP8."""
-    return _emulate(x, scaling, dtype, dim, reduce_amax, out_dtype, dequantize=False)
+    return _emulate(x, scaling, dtype, {dim: reduce_amax}, out_dtype, dequantize=False)[0]
 
 
 def quantize_dequantize(
@@ -357,9 +356,42 @@ def quantize_dequantize(
     Raises:
         ValueError: for BF16 results of scales that are no powers of two: they would be rounded a second time.
     """
+    _check_exact(scaling, out_dtype)
+    return _emulate(x, scaling, dtype, {dim: reduce_amax}, out_dtype, dequantize=True)[0].codes
+
+
+def fake_quantize_both(
+    x: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    *,
+    reduce_amax: tuple[ReduceAmax | None, ReduceAmax | None] = (None, None),
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Quantized, Quantized]:
+    """`fake_quantize` for dim -1 and for dim 0, in one pass over `x`."""
+    dims = dict(zip((-1, 0), reduce_amax, strict=True))
+    last, first = _emulate(x, scaling, dtype, dims, out_dtype, dequantize=False)
+    return last, first
+
+
+def quantize_dequantize_both(
+    x: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    *,
+    reduce_amax: tuple[ReduceAmax | None, ReduceAmax | None] = (None, None),
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`quantize_dequantize` for dim -1 and for dim 0, in one pass over `x`."""
+    _check_exact(scaling, out_dtype)
+    dims = dict(zip((-1, 0), reduce_amax, strict=True))
+    last, first = _emulate(x, scaling, dtype, dims, out_dtype, dequantize=True)
+    return last.codes, first.codes
+
+
+def _check_exact(scaling: Scaling, out_dtype: torch.dtype) -> None:
     if out_dtype is torch.bfloat16 and not scaling.power_of_two:
         raise ValueError("BF16 cannot hold codes times such a scale; pass out_dtype=torch.float32")
-    return _emulate(x, scaling, dtype, dim, reduce_amax, out_dtype, dequantize=True).codes
 
 
 @dataclass(frozen=True)
@@ -384,32 +416,59 @@ class _Tiles:
         grid = max(-(-rows // tile_rows), 1), max(-(-cols // tile_cols), 1)
         return cls(rows, cols, (tile_rows, tile_cols), grid)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """`x` as a contiguous matrix of whole tiles."""
-        missing_rows = self.grid[0] * self.tile[0] - self.rows
-        missing_cols = self.grid[1] * self.tile[1] - self.cols
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Rows and columns of whole tiles."""
+        return self.grid[0] * self.tile[0], self.grid[1] * self.tile[1]
+
+    @property
+    def rows_apart(self) -> int:
+        """The matrix can be worked through in bands of a multiple of this many rows: 1 if tiles reach from top to bottom."""
+        return self.tile[0] if self.grid[0] > 1 else 1
+
+    def pad(self, x: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
+        """`x` as a contiguous matrix of whole tiles, or of a larger shape."""
         matrix = x.reshape(self.rows, self.cols)
-        if missing_rows or missing_cols:
-            return nn.functional.pad(matrix, (0, missing_cols, 0, missing_rows))
+        rows, cols = shape or self.padded_shape
+        if (rows, cols) != matrix.shape:
+            return nn.functional.pad(matrix, (0, cols - self.cols, 0, rows - self.rows))
         return matrix.contiguous()
 
     def crop(self, matrix: Tensor) -> Tensor:
         """Takes the padding off."""
         return matrix[: self.rows, : self.cols]
 
+    def cut(self, band: Tensor) -> Tensor:
+        """A band of rows as (tiles down, rows, tiles across, columns); one row a tile where tiles reach from top to bottom."""
+        return band.view(-1, self.rows_apart, band.shape[1] // self.tile[1], self.tile[1])
+
     def amax(self, magnitude: Tensor) -> Tensor:
         """Largest element per tile of a padded, non-negative matrix, NaN if it has one: (m, k) float32."""
+        return self.join_amaxes([self.amax_bits(magnitude)], magnitude.dtype)
+
+    def amax_bits(self, magnitude: Tensor) -> Tensor:
+        """The same for a band of rows, which may cut tiles that reach from top to bottom; as integers."""
         # Non-negative floats sort like their bits, NaN above infinity, and integers reduce much faster.
         bits = magnitude.view(torch.int16 if magnitude.dtype is torch.bfloat16 else torch.int32)
-        if self.tile[0] > 1:
-            bits = bits.view(self.grid[0], self.tile[0], -1).amax(1)
+        tile_rows = len(bits) if self.grid[0] == 1 else self.tile[0]
+        if tile_rows > 1:
+            bits = bits.view(-1, tile_rows, bits.shape[1]).amax(1)
         if self.tile[1] > 1:
-            bits = bits.view(*self.grid, self.tile[1]).amax(2)
-        return bits.view(magnitude.dtype).float()
+            bits = bits.view(len(bits), -1, self.tile[1]).amax(2)
+        return bits
+
+    def join_amaxes(self, bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """float32 amaxes from the `amax_bits` of all bands; `dtype` is that of the matrix."""
+        joined = torch.cat(list(bits))
+        if self.grid[0] == 1:
+            joined = joined.amax(0, keepdim=True)
+        return joined.view(dtype).float()
 
 
-def _round_to_grid_(magnitude: Tensor, scratch: Tensor, dtype: torch.dtype, *, floor: Tensor | float) -> None:
-    """Rounds non-negative FP32 numbers to the nearest FP8 value, ties to even, in place.
+def _round_to_grid(
+    magnitude: Tensor, dtype: torch.dtype, *, floor: Tensor | float, out: Tensor, scratch: Tensor
+) -> None:
+    """Rounds non-negative FP32 numbers to the nearest FP8 value, ties to even.
 
     Subtracting and adding back a number 2^20 times as large (E5M2: 2^21) leaves the leading 4 (3) bits of
     the smaller one, rounded by FP32 arithmetic itself. Below FP8's smallest normal the large number is
@@ -417,14 +476,63 @@ def _round_to_grid_(magnitude: Tensor, scratch: Tensor, dtype: torch.dtype, *, f
     powers of two a sum would carry into the next binade and lose one bit more.
 
     Args:
-        magnitude: codes, or codes times a power of two; not above FP8's largest.
-        scratch: as large.
+        magnitude: codes, or codes times powers of two; not above FP8's largest.
         dtype: FP8 format.
-        floor: `_ROUNDING_FLOOR` times FP8's smallest normal, times the same power of two.
+        floor: a number in the binade of FP8's smallest normal, times the same powers of two.
+        out: for the result; may be `magnitude`.
+        scratch: another FP32 tensor of that size.
     """
     ratio = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    large = torch.clamp(magnitude, min=floor, out=scratch)
-    magnitude.sub_(large, alpha=ratio).add_(large, alpha=ratio)
+    torch.clamp(magnitude, min=floor, out=scratch)  # type: ignore[call-overload]
+    torch.sub(magnitude, scratch, alpha=ratio, out=out).add_(scratch, alpha=ratio)
+
+
+class _Emulation:
+    """One tensor's emulated quantisation along one dimension, band by band: scales first, then codes.
+
+    Args:
+        tiles: how the matrix is cut.
+        amax: (m, k) float32.
+        scaling: its rule.
+        dtype: FP8 format.
+        source: a tensor of the dtype and on the device of the matrix.
+        dequantize: whether codes are multiplied by their inverse scales.
+    """
+
+    def __init__(
+        self, tiles: _Tiles, amax: Tensor, scaling: Scaling, dtype: torch.dtype, source: Tensor, *, dequantize: bool
+    ) -> None:
+        self.tiles, self.dtype, self.dequantize = tiles, dtype, dequantize
+        self.scale, self.inverse = scaling.scales(amax, dtype, source=source.dtype)
+        fp8 = torch.finfo(dtype)
+        # Only a stale (delayed) scale or a non-finite amax saturates. On a GPU asking would stall the stream.
+        self.saturates = source.is_cuda or not bool((amax * self.scale <= fp8.max * (1 + 2**-8)).all())
+        # Powers of two need not be multiplied in and out again: they only move the place where subnormals begin.
+        self.rescales = self.saturates or not (dequantize and scaling.power_of_two and _is_moderate(self.scale))
+        one = torch.ones_like(self.scale)
+        self.floor = 1.5 * fp8.smallest_normal / (one if self.rescales else self.scale)
+
+    def round(self, magnitude: Tensor, start: int, *, out: Tensor, scratch: Tensor) -> None:
+        """Codes, or their products with the inverse scales, of a band of rows that begins with row `start`: all FP32."""
+        magnitude, out, scratch = (self.tiles.cut(t) for t in (magnitude, out, scratch))
+        first = start // self.tiles.rows_apart
+        scale, inverse, floor = (
+            (t if len(t) == 1 else t[first : first + len(magnitude)])[:, None, :, None]
+            for t in (self.scale, self.inverse, self.floor)
+        )
+        if self.rescales:
+            magnitude = torch.mul(magnitude, scale, out=out)
+        if self.saturates:
+            magnitude.clamp_(max=torch.finfo(self.dtype).max)
+        _round_to_grid(magnitude, self.dtype, floor=floor, out=out, scratch=scratch)
+        if self.rescales and self.dequantize:
+            out.mul_(inverse)
+
+
+def _is_moderate(scale: Tensor) -> bool:
+    """Whether numbers that such scales bring into FP8's range are far from both ends of FP32's; not for NaN."""
+    smallest, largest = scale.aminmax()
+    return bool((smallest >= 2.0**-64) & (largest <= 2.0**64))
 
 
 @torch.no_grad()
@@ -432,55 +540,39 @@ def _emulate(
     x: Tensor,
     scaling: Scaling,
     dtype: torch.dtype,
-    dim: int,
-    reduce_amax: ReduceAmax | None,
+    dims: dict[int, ReduceAmax | None],
     out_dtype: torch.dtype,
     *,
     dequantize: bool,
-) -> Quantized:
-    """Code values, or with `dequantize` their products with the inverse scales, in `out_dtype`.
+) -> list[Quantized]:
+    """Code values, or with `dequantize` their products with the inverse scales, in `out_dtype`, for each of `dims`.
 
     Eager torch reads and writes every intermediate, so memory traffic decides the speed: the matrix is worked
-    through in bands of rows that stay in cache. Signs are restored last, which keeps those of zeros too.
+    through in bands of rows that stay in cache, all dimensions at once. Signs are restored last, which keeps those
+    of zeros too.
     """
-    tiles = _Tiles.of(x, scaling, dim)
-    signed = tiles.pad(x)
-    magnitude = signed.abs()
-    amax = tiles.amax(magnitude)
-    scale, inverse = scaling.scales(amax if reduce_amax is None else reduce_amax(amax), dtype, source=x.dtype)
-    fp8 = torch.finfo(dtype)
-    # Only a stale (delayed) scale or a non-finite amax saturates. On a GPU asking would stall the stream.
-    saturates = x.is_cuda or not bool((amax * scale <= fp8.max * (1 + 2**-8)).all())
-    # Powers of two need not be multiplied in and out again: they only move the place where subnormals begin.
-    in_place = dequantize and scaling.power_of_two and not saturates and _is_moderate(scale)
-    floor = _ROUNDING_FLOOR * fp8.smallest_normal / (scale if in_place else torch.ones_like(scale))
+    tilings = [_Tiles.of(x, scaling, dim) for dim in dims]
+    shape = max(t.padded_shape[0] for t in tilings), max(t.padded_shape[1] for t in tilings)
+    matrix = tilings[0].pad(x, shape)
+    rows_apart = max(t.rows_apart for t in tilings)
+    band = shape[0] if x.is_cuda else max(CHUNK_NUMEL // (rows_apart * shape[1]), 1) * rows_apart
+    amax_bits = [[t.amax_bits(magnitude) for t in tilings] for magnitude in (b.abs() for b in matrix.split(band))]
+    emulations = []
+    for tiles, reduce_amax, bits in zip(tilings, dims.values(), zip(*amax_bits, strict=True), strict=True):
+        amax = tiles.join_amaxes(bits, x.dtype)
+        amax = amax if reduce_amax is None else reduce_amax(amax)
+        emulations.append(_Emulation(tiles, amax, scaling, dtype, matrix, dequantize=dequantize))
 
-    out = magnitude if out_dtype is x.dtype else torch.empty_like(magnitude, dtype=out_dtype)
-    tile_rows = tiles.tile[0]
-    per_tile: tuple[Tensor, ...] = (scale, inverse, floor)
-    if tiles.grid[0] == 1:  # as many tiles of one row that share their scales, so that it can be cut anywhere
-        tile_rows, per_tile = 1, tuple(t.expand(len(magnitude), -1) for t in per_tile)
-    per_element = (t.view(-1, tile_rows, tiles.grid[1], tiles.tile[1]) for t in (magnitude, out, signed))
-    operands = [*per_element, *(t[:, None, :, None] for t in per_tile)]
-    num_bands = 1 if x.is_cuda else -(-magnitude.numel() // CHUNK_NUMEL)
-    bands = [t.split(-(-len(t) // num_bands)) for t in operands]
-    work_buffer = torch.empty_like(bands[0][0], dtype=torch.float32)
-    scratch_buffer = torch.empty_like(work_buffer)
-    for source, target, signs, factor, divisor, smallest in zip(*bands, strict=True):
-        work, scratch = work_buffer[: len(source)], scratch_buffer[: len(source)]
-        work.copy_(source)
-        if not in_place:
-            work.mul_(factor)
-        if saturates:
-            work.clamp_(max=fp8.max)
-        _round_to_grid_(work, scratch, dtype, floor=smallest)
-        if dequantize and not in_place:
-            work.mul_(divisor)
-        target.copy_(work).copysign_(signs)
-    return Quantized(tiles.crop(out).reshape(x.shape), inverse, tiles.tile)
-
-
-def _is_moderate(scale: Tensor) -> bool:
-    """Whether numbers that such scales bring into FP8's range are far from both ends of FP32's; not for NaN."""
-    smallest, largest = scale.aminmax()
-    return bool((smallest >= 2.0**-64) & (largest <= 2.0**64))
+    results = [torch.empty_like(matrix, dtype=out_dtype) for _ in dims]
+    buffers = torch.empty(3, min(band, shape[0]), shape[1], device=x.device)
+    for start in range(0, shape[0], band):
+        signed = matrix[start : start + band]
+        magnitude, rounded, scratch = buffers[:, : len(signed)]
+        magnitude.copy_(signed.abs())
+        for emulation, result in zip(emulations, results, strict=True):
+            emulation.round(magnitude, start, out=rounded, scratch=scratch)
+            result[start : start + band].copy_(rounded).copysign_(signed)
+    return [
+        Quantized(t.crop(r).reshape(x.shape), e.inverse[: t.grid[0], : t.grid[1]], t.tile)
+        for t, e, r in zip(tilings, emulations, results, strict=True)
+    ]
