@@ -24,7 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatron_calclip.config import ModelConfig, ParallelConfig, ShapeConfig, check_shape
+from megatron_calclip.config import ModelConfig, ParallelConfig, ShapeConfig
+from megatron_calclip.config_check import check_shape
 from megatron_calclip.errors import UserError
 from megatron_calclip.weights.mapping import ModelShape
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_calclip.config import config_to_yaml, launch_world_size, load_config
+from megatron_calclip.config_file import config_to_yaml, launch_world_size, load_config
 from megatron_calclip.errors import UserError
 
 # How long a rank keeps to itself what may be another rank's to report. When one has failed, torchrun ends the

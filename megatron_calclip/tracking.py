@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_calclip.config import Config, config_to_dict, config_to_yaml
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import config_to_dict, config_to_yaml
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.metrics import METRICS
 

@@ -23,7 +23,8 @@ from megatron_calclip.algorithms.diagnostics import PolicyMetricSums
 from megatron_calclip.algorithms.ratio import bounded_exp
 from megatron_calclip.batch import Prompt, SamplingParams, TrainingBatch, Trajectories
 from megatron_calclip.calibrating import CalibrationLoop
-from megatron_calclip.config import Config, config_to_dict
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import config_to_dict
 from megatron_calclip.data import eval_prompts, train_stream
 from megatron_calclip.hf import load_hf_config, load_tokenizer
 from megatron_calclip.learner import checkpoint

@@ -82,7 +82,7 @@ class Runtime:
 def start(config: Config) -> Runtime:
     """Create the process groups, choose the device and seed this rank.
 
-    Works under torchrun and in a plain process (a world of one). The configuration must have passed `config.check`
+    Works under torchrun and in a plain process (a world of one). The configuration must have passed `config_check.check`
     for this world size.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -228,16 +228,25 @@ class Fp8Gemms(nn.Module):
                 self.operand(x, scaling, dtype, dim=-1, sharded=self._reducible(-1, sharded_dim)),
                 self.operand(x, scaling, dtype, dim=0, sharded=self._reducible(0, sharded_dim)),
             )
-        return self._emulated_both(x,scaling,dtype,sharded_dim)
+        return self._emulated_both(x, scaling, dtype, sharded_dim)
 
-    def _emulated_both(self, x: Tensor, scaling: Scaling, dtype: torch.dtype, sharded_dim: int|None)->tuple[Operand, Operand]:
-        from megatron_calclip.precision.quantize import quantize_dequantize_both, fake_quantize_both
-        reduce=tuple(self.reduce_amax if self._reducible(d,sharded_dim) else None for d in (-1,0))
+    def _emulated_both(
+        self, x: Tensor, scaling: Scaling, dtype: torch.dtype, sharded_dim: int | None
+    ) -> tuple[Operand, Operand]:
+        from megatron_calclip.precision.quantize import fake_quantize_both, quantize_dequantize_both
+
+        reduce = tuple(self.reduce_amax if self._reducible(d, sharded_dim) else None for d in (-1, 0))
         if scaling.power_of_two or isinstance(scaling, BlockScaling):
-            a,b=quantize_dequantize_both(x,scaling,dtype,reduce_amax=reduce,out_dtype=torch.bfloat16 if scaling.power_of_two else torch.float32)
-            return Operand(a,None),Operand(b.t(),None)
-        a,b=fake_quantize_both(x,scaling,dtype,reduce_amax=reduce)
-        return Operand(a.codes,a.inverse_scale),Operand(b.codes.t(),b.inverse_scale.t())
+            a, b = quantize_dequantize_both(
+                x,
+                scaling,
+                dtype,
+                reduce_amax=reduce,
+                out_dtype=torch.bfloat16 if scaling.power_of_two else torch.float32,
+            )
+            return Operand(a, None), Operand(b.t(), None)
+        a, b = fake_quantize_both(x, scaling, dtype, reduce_amax=reduce)
+        return Operand(a.codes, a.inverse_scale), Operand(b.codes.t(), b.inverse_scale.t())
 
     def quantize_weight(self, weight: Tensor) -> WeightCodes:
         """Both copies of a weight [N, K]: along K for the forward GEMM, along N for the input's gradient."""

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.diagnostics import PolicyMetricSums
 from megatron_calclip.batch import Completion, Objective, Prompt, ScoredTokens, TrainingBatch, Trajectories
-from megatron_calclip.config import Config, config_from_dict
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import config_from_dict
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime

@@ -15,16 +15,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_calclip.config import (
-    Config,
-    check,
-    check_shape,
-    config_from_dict,
-    config_to_dict,
-    config_to_yaml,
-    find_config,
-    load_config,
-)
+from megatron_calclip.config import Config
+from megatron_calclip.config_check import check, check_shape
+from megatron_calclip.config_file import config_from_dict, config_to_dict, config_to_yaml, find_config, load_config
 from megatron_calclip.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_calclip.config import Config, config_from_dict
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import config_from_dict
 from megatron_calclip.data import EVAL_ID_OFFSET, eval_prompts, train_stream
 from megatron_calclip.errors import UserError
 from megatron_calclip.hf import character_tokenizer

@@ -155,8 +155,9 @@ def test_leaves_nothing_behind_after_an_exception(chunk: Chunk, streamed: bool) 
 
     before = snapshot(chunk)
     handle = chunk.decoder.layers[1].linear.register_forward_pre_hook(fail)  # type: ignore[index, union-attr]
-    with pytest.raises(RuntimeError, match="device lost"), shadow_pass(
-        [chunk], master=Masters(chunk), streamed=streamed
+    with (
+        pytest.raises(RuntimeError, match="device lost"),
+        shadow_pass([chunk], master=Masters(chunk), streamed=streamed),
     ):
         chunk(X)
     handle.remove()

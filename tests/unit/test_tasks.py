@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_calclip.config import ArithmeticTask, ScratchpadTask, config_from_dict
+from megatron_calclip.config import ArithmeticTask, ScratchpadTask
+from megatron_calclip.config_file import config_from_dict
 from megatron_calclip.tasks import Arithmetic, Scratchpad, generated_task, scratchpad_reward
 
 

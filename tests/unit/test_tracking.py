@@ -14,7 +14,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from megatron_calclip.config import Config, config_from_dict, load_config
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import config_from_dict, load_config
 from megatron_calclip.errors import UserError
 from megatron_calclip.tracking import Tracker, profiled
 
