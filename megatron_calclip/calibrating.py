@@ -178,13 +178,14 @@ class CalibrationLoop:
             prepared = self.learner.pack_plan(trajectories, prepared.plan.only(measured.tolist()))
         count = len(prepared.minibatches)
         minibatches = tuple(range(count)) if self.settings.minibatches == "all" else (count - 1,)
-        num_tokens = trajectories.num_response_tokens / count
+        sequence_mode = self.settings.mode == "sequence"
+        num_units = trajectories.num_sequences if sequence_mode else trajectories.num_response_tokens
         measurement = Measurement(
             step=step,
             prepared=prepared,
             tokens=tokens,
             trajectories=trajectories,
-            statistics=self.calibrator.new_statistics(weight_scale=num_tokens),
+            statistics=self.calibrator.new_statistics(weight_scale=num_units / count),
             calibrates=calibrates,
             measured=measured,
             minibatches=minibatches,
