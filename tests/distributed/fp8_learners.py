@@ -13,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from megatron_calclip.batch import Completion, Objective, Prompt, ScoredTokens, Trajectories
 from megatron_calclip.config import Config
-from megatron_calclip.learner import runtime
+from megatron_calclip.learner import checkpoint, runtime
 from megatron_calclip.learner.learner import Learner, PreparedBatch
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.precision.shadow import lives_in_fp8
@@ -78,21 +79,6 @@ def weights(model: str, *, seed: int = 0) -> dict[str, Tensor]:
     return dict(hf.state_dict())
 
 
-def make_learner(config: Config, started: Runtime, model: str, *, tensors: dict[str, Tensor] | None = None) -> Learner:
-    """A learner with the weights of `weights(model)`, or with other HF tensors."""
-    return Learner(
-        config,
-        MODELS[model],
-        started,
-        source=HFSource.from_tensors(weights(model) if tensors is None else tensors),
-        lr=config.optimizer.lr,
-        num_steps=100,
-        warmup_steps=0,
-        decay="constant",
-        min_lr=0.0,
-    )
-
-
 @functools.cache
 def trajectories() -> Trajectories:
     """See the module's docstring."""
@@ -130,12 +116,30 @@ class Training:
 
     @classmethod
     def begin(
-        cls, config: Config, started: Runtime, model: str = "two layers", *, tensors: dict[str, Tensor] | None = None
+        cls,
+        config: Config,
+        started: Runtime,
+        model: str = "two layers",
+        *,
+        tensors: dict[str, Tensor] | None = None,
+        warm_up: bool = True,
     ) -> Training:
-        """A fresh start, warmed up as the trainer does it."""
-        learner = make_learner(config, started, model, tensors=tensors)
+        """A fresh start, warmed up as the trainer does it, from the weights of `weights(model)` or from other HF tensors."""
+        source = HFSource.from_tensors(weights(model) if tensors is None else tensors)
+        learner = Learner(
+            config,
+            MODELS[model],
+            started,
+            source=source,
+            lr=config.optimizer.lr,
+            num_steps=100,
+            warmup_steps=0,
+            decay="constant",
+            min_lr=0.0,
+        )
         training = cls(learner, learner.prepare(trajectories(), num_minibatches=1))
-        learner.warm_up(training.batch)
+        if warm_up:
+            learner.warm_up(training.batch)
         return training
 
     def objective(self) -> Objective:
@@ -174,6 +178,18 @@ class Training:
     def fp8_weights(self) -> list[nn.Parameter]:
         """Parameters that live in FP8."""
         return [p for chunk in self.bare for p in chunk.parameters() if lives_in_fp8(p)]
+
+
+class NoTokenizer:
+    """Stands in where a checkpoint saves one."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing."""
+
+
+def save(training: Training, run_dir: Path) -> Path:
+    """A checkpoint of the learner, the same folder on all ranks."""
+    return checkpoint.save(run_dir, 1, training.learner, tokenizer=NoTokenizer(), state={}, tensors={}, keep=1)
 
 
 def whole_masters(training: Training) -> dict[int, Tensor]:
@@ -225,9 +241,23 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         if not (isinstance(right, Tensor) and left.shape == right.shape and left.dtype == right.dtype):
             return False
-        return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+        return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
+
+
+failures: list[str] = []
+
+
+def check(name: str, passed: bool, detail: object = "") -> None:
+    """Record one check of this rank; all ranks must pass it."""
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, (bool(passed), str(detail)))
+    good = all(verdict for verdict, _ in verdicts)
+    if not good:
+        failures.append(name)
+    if dist.get_rank() == 0:
+        print(f"{'ok  ' if good else 'FAIL'} {name} {'' if good else verdicts}", flush=True)

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 def command(script: Path, *arguments: str, num_processes: int) -> list[str]:
@@ -21,9 +22,9 @@ def command(script: Path, *arguments: str, num_processes: int) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """One thread a process, this checkout importable, and no trace of a launcher around the tests."""
+    """One thread a process, this checkout and this folder importable, no trace of a launcher around the tests."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(HERE), os.environ.get("PYTHONPATH")]))
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(extra or {})}
 
 

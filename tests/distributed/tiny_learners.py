@@ -1,8 +1,8 @@
 """Tiny models, a batch with every awkward sequence, and the plain training that every layout must reproduce.
 
-`PlainLearner` is transformers, autograd and torch's AdamW on one process: no Megatron, no packing, no process
-groups. It shares with the learner only the objective, so it checks everything between weights and objective, and
-between gradient and weights. Fixtures only; the checks are in `check_learner.py` and its neighbours.
+`PlainLearner` is transformers, autograd and torch's AdamW on one process: no Megatron, no packing, no process groups. It
+shares with the learner only the objective, so it checks everything between weights and objective, and between gradient and
+weights. Fixtures only; the checks are in `check_learner.py` and its neighbours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from megatron_calclip.objective import policy_objective, policy_tokens
 from megatron_calclip.weights.load import HFSource
 
 VOCAB_SIZE = 150  # padded to 256: of two vocabulary shards the second is mostly padding
-NUM_MINIBATCHES = 2
 ORIGINAL_CONTEXT = 16  # of the models with scaled RoPE; sequences of the batch go far beyond
 # Tokens of each sequence: prompt, response. Five sequences a mini-batch, which two ranks cannot share evenly.
 PROMPT_LENGTHS = (3, 3, 7, 7, 2, 2, 20, 20, 5, 5)
@@ -79,7 +78,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
         "model": {"shape": {}, "tokenizer": "characters", "max_sequence_length": 64},
         "rollout": {"temperature": 0.9, "max_new_tokens": max(RESPONSE_LENGTHS)},
         "algorithm": {
-            "num_minibatches": NUM_MINIBATCHES,
+            "num_minibatches": 2,
             "num_epochs": 2,
             "clip": {"dual": 3.0},
             "kl": {"coefficient": 0.05},
@@ -106,7 +105,7 @@ def random_model(name: str) -> Any:
     return model
 
 
-def make_learner(config: Config, runtime: Runtime, model: str, *, num_steps: int = 100) -> Learner:
+def make_learner(config: Config, runtime: Runtime, model: str) -> Learner:
     """A learner with the weights of `random_model`."""
     return Learner(
         config,
@@ -114,7 +113,7 @@ def make_learner(config: Config, runtime: Runtime, model: str, *, num_steps: int
         runtime,
         source=HFSource.from_tensors(random_model(model).state_dict()),
         lr=config.optimizer.lr,
-        num_steps=num_steps,
+        num_steps=config.train.num_steps,
         warmup_steps=config.schedule.warmup_steps,
         decay=config.schedule.decay,
         min_lr=config.schedule.min_lr,
@@ -218,13 +217,14 @@ class Policy(Protocol):
         ...
 
 
-def minibatches(trajectories: Trajectories) -> list[list[int]]:
+def minibatches(batch: TrainingBatch, config: Config) -> list[list[int]]:
     """Sequences of each mini-batch: consecutive ones."""
-    return torch.arange(trajectories.num_sequences).view(NUM_MINIBATCHES, -1).tolist()
+    numbers = torch.arange(batch.trajectories.num_sequences)
+    return numbers.view(config.algorithm.num_minibatches, -1).tolist()
 
 
 def train(policy: Policy, batch: TrainingBatch, config: Config, *, num_steps: int) -> History:
-    """RL steps over the same trajectories: old log-probabilities, then two epochs of mini-batches."""
+    """RL steps over the same trajectories: old log-probabilities, then epochs of mini-batches, the first in order."""
     history = History()
     algorithm = config.algorithm
     bounds = ClipBounds(algorithm.clip.lower, algorithm.clip.upper)
@@ -233,11 +233,12 @@ def train(policy: Policy, batch: TrainingBatch, config: Config, *, num_steps: in
         history.log_probs.append(log_probs)
         history.entropies.append(entropies)
         complete = batch.with_log_probs(old_log_probs=log_probs, reference_log_probs=policy.score_reference())
-        members = minibatches(batch.trajectories)
+        members = minibatches(batch, config)
         tokens = policy_tokens(complete, members, algorithm, config.rollout.max_new_tokens)
         objective = policy_objective(tokens, bounds, algorithm)
-        for index in (*range(NUM_MINIBATCHES), *reversed(range(NUM_MINIBATCHES))):
-            history.updates.append(policy.update(index, objective))
+        for epoch in range(algorithm.num_epochs):
+            for index in range(len(members))[:: -1 if epoch else 1]:
+                history.updates.append(policy.update(index, objective))
     history.weights = policy.weights()
     return history
 
@@ -254,6 +255,7 @@ class PlainLearner:
 
     def __init__(self, config: Config, model: str, batch: TrainingBatch, *, dtype: torch.dtype = torch.float32) -> None:
         self.config, self.trajectories = config, batch.trajectories
+        self.minibatches = minibatches(batch, config)
         self.model = AutoModelForCausalLM.from_config(MODELS[model], dtype=torch.float32).eval()
         self.model.load_state_dict({k: v.to(dtype) for k, v in random_model(model).state_dict().items()})
         parameters = list(self.model.parameters())
@@ -280,16 +282,16 @@ class PlainLearner:
 
     def update(self, minibatch: int, objective: Objective) -> Update:
         """See `Policy`."""
-        sequences = minibatches(self.trajectories)[minibatch]
+        sequences = self.minibatches[minibatch]
         member = torch.isin(self.trajectories.sequence_ids, torch.tensor(sequences))
         index = (self.trajectories.response_mask & member).nonzero()[:, 0]
         log_probs, entropies = self._score(sequences)
-        loss, sums = objective(ScoredTokens(index, log_probs[index], entropies[index]))
+        loss, record = objective(ScoredTokens(index, log_probs[index], entropies[index]))
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
         self.optimizer.step()
-        return Update(float(loss.detach()), float(norm), True, sums)
+        return Update(float(loss.detach()), float(norm), True, record.metrics)
 
     def weights(self) -> dict[str, Tensor]:
         """See `Policy`."""
@@ -313,7 +315,8 @@ class MegatronLearner:
 
     def __init__(self, learner: Learner, batch: TrainingBatch, run_dir: Path) -> None:
         self.learner = learner
-        self.prepared = learner.prepare(batch.trajectories, num_minibatches=NUM_MINIBATCHES)
+        algorithm = learner.config.algorithm
+        self.prepared = learner.prepare(batch.trajectories, num_minibatches=algorithm.num_minibatches)
         self.reference = ReferencePolicy(learner, run_dir)
 
     def score(self) -> tuple[Tensor, Tensor]:
@@ -329,7 +332,9 @@ class MegatronLearner:
         """See `Policy`."""
         runtime = self.learner.runtime
         result = self.learner.update(self.prepared, minibatch, objective, entropy_grad=True)
-        own = functools.reduce(PolicyMetricSums.merge, result.extras, PolicyMetricSums.empty())
+        own = PolicyMetricSums.empty()
+        for record in result.extras:
+            own = own.merge(record.metrics)
         sums, minima, maxima = (own if runtime.reports_tokens else PolicyMetricSums.empty()).pack()
         reduced = PolicyMetricSums(
             runtime.sum_over_world(sums), -runtime.max_over_world(-minima), runtime.max_over_world(maxima)
@@ -340,3 +345,22 @@ class MegatronLearner:
     def weights(self) -> dict[str, Tensor]:
         """See `Policy`."""
         return {name: tensor.clone() for name, tensor in self.learner.stream_hf()}
+
+
+def snapshot(learner: Learner) -> dict[str, Tensor]:
+    """Every bit of this rank's state: live weights, masters, Adam's moments and step counts (copies)."""
+    values: dict[str, Tensor] = {}
+    for index, chunk in enumerate(learner.chunks):
+        values |= {f"{index}.{name}": parameter for name, parameter in chunk.named_parameters()}
+    for part in learner.optimizer.chained_optimizers:
+        masters = [master for group in part.optimizer.param_groups for master in group["params"]]
+        for index, master in enumerate(masters):
+            values[f"master.{index}"] = master
+            state = part.optimizer.state.get(master, {})
+            values |= {f"{name}.{index}": value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two snapshots are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

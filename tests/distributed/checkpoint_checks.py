@@ -1,0 +1,216 @@
+"""Checkpoints: bit for bit in one layout, equal to rounding across layouts and numbers of ranks, whole or absent on disk.
+
+Each of Megatron's four faults shows here: no state to save before Adam's first step (saving `step_0` raises), `step` dropped
+on load (loading raises), one `step` shared by all parameters after a load (training continues with a wrong bias correction),
+masters and moments read at wrong offsets where the gradients have several buckets (tied embeddings under PP are not restored).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checks import Checks, layout
+from invariance_checks import FP32, observables
+from tiny_learners import (
+    History,
+    MegatronLearner,
+    PlainLearner,
+    make_batch,
+    make_config,
+    make_learner,
+    same_bits,
+    snapshot,
+    train,
+)
+
+from megatron_calclip.config import Config
+from megatron_calclip.config_file import launch_world_size
+from megatron_calclip.errors import UserError
+from megatron_calclip.hf import character_tokenizer
+from megatron_calclip.learner import checkpoint
+from megatron_calclip.learner.learner import Learner
+from megatron_calclip.objective import supervised_objective
+
+MODEL = "qwen2 tied"  # under PP its embedding has a bucket of gradients of its own
+STEP = 1  # RL steps done when a checkpoint is written
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SP = {"sequence_parallel": True}
+STATE, TENSORS = {"note": "kept as it is"}, {"pool": torch.arange(3)}
+# Saved by two ranks in one of these layouts, loaded by 1, 2 and 4 ranks in the others.
+SAVED: dict[str, Any] = {"tp": 2} | SP
+LOADED: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, OVERLAP, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    4: [{"tp": 2, "pp": 2}, {"tp": 2}, {"tp": 4}],
+}
+
+
+def _config(parallel: dict[str, Any], dtype: str = "fp32") -> Config:
+    return make_config(
+        parallel=parallel,
+        precision={"params_dtype": dtype},
+        schedule={"decay": "linear"},  # a learning rate that must be restored, too
+        train={"num_steps": 4},
+    )
+
+
+def _save(run_dir: Path, step: int, learner: Learner, *, keep: int = 2) -> Path:
+    tokenizer = character_tokenizer("0123456789")
+    return checkpoint.save(run_dir, step, learner, tokenizer=tokenizer, state=STATE, tensors=TENSORS, keep=keep)
+
+
+def check_checkpoints(checks: Checks, root: Path, exchange: Path) -> None:
+    """All of this module."""
+    if launch_world_size() == 2:
+        for parallel, dtype in (
+            ({"tp": 2} | SP, "fp32"),
+            (OVERLAP, "fp32"),
+            ({"pp": 2, "vpp": 2}, "fp32"),
+            ({"tp": 2}, "bf16"),
+            (OVERLAP, "bf16"),
+        ):
+            check_same_layout(checks, root / f"{parallel} {dtype}", parallel, dtype)
+        check_straight_after_update(checks, root / "overlapped")
+        save_for_others(exchange)
+        check_folders(checks, root / "folders")
+    check_other_layouts(checks, exchange)
+
+
+def _step(learner: Learner, root: Path) -> History:
+    """One RL step."""
+    learner.begin_step()
+    batch = make_batch(MODEL)
+    return train(MegatronLearner(learner, batch, root / "reference"), batch, learner.config, num_steps=1)
+
+
+def same_history(a: History, b: History) -> bool:
+    """Whether two trainings are equal to the bit."""
+    return all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(b_values[name]))
+        for a_values, b_values in zip(observables(a).values(), observables(b).values(), strict=True)
+        for name, value in a_values.items()
+    )
+
+
+def check_same_layout(checks: Checks, root: Path, parallel: dict[str, Any], dtype: str) -> None:
+    """Save fresh and after a step, load, continue: the interrupted run equals the uninterrupted one bit for bit."""
+    title, config = f"same layout {parallel} {dtype}", _config(parallel, dtype)
+    with layout(config) as runtime:
+        learner = make_learner(config, runtime, MODEL)
+        saved = [(_save(root, 0, learner), snapshot(learner))]
+        _step(learner, root)
+        saved.append((_save(root, STEP, learner), snapshot(learner)))
+        rate = learner.lr
+        uninterrupted = _step(learner, root)
+        end = snapshot(learner)
+        for folder, state in saved:
+            learner = make_learner(config, runtime, MODEL)
+            values, tensors = checkpoint.load(folder, learner)
+            checks.true(
+                f"{title}: {folder.name} is restored to the bit",
+                same_bits(snapshot(learner), state) and same_bits(tensors, TENSORS) and STATE.items() <= values.items(),
+            )
+        checks.true(f"{title}: learning rate", learner.lr == rate)
+        resumed = _step(learner, root)
+        checks.true(
+            f"{title}: continues to the bit",
+            same_history(resumed, uninterrupted) and same_bits(snapshot(learner), end),
+        )
+
+
+def check_straight_after_update(checks: Checks, root: Path) -> None:
+    """Overlapped ranks leave the weights of an update apart until the next forward: saving puts them together first."""
+    config, batch = _config(OVERLAP), make_batch(MODEL)
+    with layout(config) as runtime:
+        learner = make_learner(config, runtime, MODEL)
+        policy = MegatronLearner(learner, batch, root / "reference")
+        weights = torch.where(batch.trajectories.response_mask, 1e-2, 0.0)
+        policy.learner.update(policy.prepared, 0, supervised_objective(weights))
+        folder = _save(root, STEP, learner)
+        trained = policy.weights()
+        learner = make_learner(config, runtime, MODEL)
+        checkpoint.load(folder, learner)
+        loaded = {name: tensor.clone() for name, tensor in learner.stream_hf()}
+        checks.true("overlapped, saved straight after an update", same_bits(loaded, trained))
+        moved = not same_bits(trained, PlainLearner(config, MODEL, batch).weights())
+        checks.true("which moved the weights", moved)
+
+
+def save_for_others(exchange: Path) -> None:
+    """Leave a checkpoint after one RL step for launches of other sizes."""
+    config = _config(SAVED)
+    with layout(config) as runtime:
+        learner = make_learner(config, runtime, MODEL)
+        _step(learner, exchange)
+        _save(exchange, STEP, learner)
+
+
+def check_other_layouts(checks: Checks, exchange: Path) -> None:
+    """What `SAVED` wrote, loaded elsewhere, continues as plain training does that was never interrupted."""
+    config, batch = _config(SAVED), make_batch(MODEL)
+    plain = PlainLearner(config, MODEL, batch)
+    histories = []
+    for decay in (0.75, 0.5):  # linear over four steps
+        for group in plain.optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * decay
+        histories.append(train(plain, batch, config, num_steps=1))
+    before, wanted = histories[0].weights, observables(histories[1])
+    for parallel in LOADED[launch_world_size()]:
+        title, config = f"{SAVED} -> {parallel}", _config(parallel)
+        with layout(config) as runtime:
+            learner = make_learner(config, runtime, MODEL)
+            checkpoint.load(exchange / f"step_{STEP}", learner)
+            weights = {name: tensor.clone() for name, tensor in learner.stream_hf()}
+            history = _step(learner, exchange)
+        checks.close(f"{title}: weights", weights, before, tolerance=FP32)
+        for kind, values in observables(history).items():
+            checks.close(f"{title}: continues, {kind}", values, wanted[kind], tolerance=FP32)
+
+
+def check_folders(checks: Checks, run_dir: Path) -> None:
+    """Names, tracker, how many stay, and what an interrupted save leaves behind."""
+    config = _config({"tp": 2})
+    with layout(config) as runtime:
+        learner = make_learner(config, runtime, MODEL)
+
+        def kept() -> list[str]:
+            runtime.barrier()
+            return sorted(path.name for path in run_dir.glob("step_*"))
+
+        def alone(action: Callable[[], object]) -> None:
+            runtime.barrier()
+            if runtime.rank == 0:
+                action()
+            runtime.barrier()
+
+        checks.true("nothing to resume from", checkpoint.find(run_dir, "auto") is None)
+        for step in (8, 9, 10):
+            _save(run_dir, step, learner)
+        checks.true("the newest two stay", kept() == ["step_10", "step_9"])
+        tracker = json.loads((run_dir / checkpoint.TRACKER).read_text())
+        checks.true("the tracker names the newest", tracker == {"step": 10, "folder": "step_10"})
+        checks.true("auto finds it", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
+        checks.true("no finds none", checkpoint.find(run_dir, "no") is None)
+
+        alone(lambda: (run_dir / "step_11.partial" / "megatron").mkdir(parents=True))
+        checks.true("an interrupted save is ignored", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
+        _save(run_dir, 11, learner)
+        checks.true("and replaced by the next", kept() == ["step_10", "step_11"])
+        checks.true("which is whole", checkpoint.load(run_dir / "step_11", learner)[0]["step"] == 11)
+
+        _save(run_dir, 3, learner, keep=1)  # a run that started over in the folder of a longer one
+        checks.true("what was just saved stays", checkpoint.find(run_dir, "auto") == run_dir / "step_3")
+
+        alone(lambda: shutil.rmtree(run_dir / "step_3"))
+        for resume, setting in (("auto", checkpoint.TRACKER), (str(run_dir / "gone"), "checkpoint.resume")):
+            try:
+                checkpoint.find(run_dir, resume)
+                named = False
+            except UserError as error:
+                named = setting in str(error)
+            checks.true(f"a checkpoint that is not there, by {resume[:4]}", named)

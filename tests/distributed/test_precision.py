@@ -1,0 +1,20 @@
+"""FP8 training, delayed scaling's histories and the shadow pass on two ranks, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import run
+
+SCRIPT = Path(__file__).with_name("check_precision.py")
+TIMEOUT_SECONDS = 600  # a hang is a failure; on two free cores the checks take a minute, those of every layout four
+
+
+def test_two_ranks() -> None:
+    run(SCRIPT, num_processes=2, timeout=TIMEOUT_SECONDS)
+
+
+@pytest.mark.slow
+def test_every_recipe_on_every_layout() -> None:
+    run(SCRIPT, "--all", "layouts", "shadow", num_processes=2, timeout=3 * TIMEOUT_SECONDS)

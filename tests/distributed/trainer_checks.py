@@ -1,0 +1,80 @@
+"""The trainer itself, whole, in several layouts: the same run, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from checks import Checks, layout
+
+from megatron_calclip.config_file import config_from_dict, launch_world_size
+from megatron_calclip.metrics import METRICS
+from megatron_calclip.trainer import Trainer
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2": OVERLAP,
+    "TP2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP2xVPP2": {"pp": 2, "vpp": 2} | OVERLAP,
+    "CP2": {"cp": 2},
+}
+# Sequence-level importance weights and a reference policy: both need more of a sequence than one rank scores.
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "shape": {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_query_groups": 2},
+        "tokenizer": "characters",
+        "max_sequence_length": 24,
+        "warm_start": {"num_steps": 4, "batch_size": 8},
+    },
+    "data": {"arithmetic": {"max_operand": 9}},
+    "rollout": {"max_new_tokens": 6, "dtype": "fp32"},
+    "algorithm": {
+        "num_minibatches": 2,
+        "num_epochs": 2,
+        "importance": {"level": "sequence_geometric"},
+        "kl": {"coefficient": 0.1},
+        "entropy_bonus": 0.01,
+    },
+    # Random completions are never right: a reward that tells them apart is needed for a gradient.
+    "reward": {"name": "trainer_checks.share_of_digits"},
+    "precision": {"params_dtype": "fp32"},
+    "optimizer": {"lr": 1e-2, "epsilon": 1e-4},
+    "train": {"num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 40},
+    "eval": {"num_prompts": 8},
+    "tracking": {"tensorboard": False},
+}
+
+
+def share_of_digits(_: Any, completion: str) -> float:
+    """Reward: how much of a completion is digits."""
+    return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+
+
+def repeatable(row: dict[str, float]) -> dict[str, float]:
+    """A row of metrics without what a clock measured."""
+    return {name: value for name, value in row.items() if not name.startswith(("timing/", "throughput/"))}
+
+
+def check_trainer(checks: Checks, root: Path, _: Path) -> None:
+    """Two RL steps in each layout; their metrics are those of the first one."""
+    if launch_world_size() != 2:
+        return
+    os.environ["MEGATRON_CALCLIP_CACHE"] = str(root / "cache")  # the first layout trains, the others load
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name, parallel in LAYOUTS.items():
+        run_dir = root / name
+        config = config_from_dict(SETTINGS | {"parallel": parallel, "run_dir": str(run_dir)})
+        with layout(config) as runtime:
+            Trainer(config, runtime).run()
+        rows[name] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        checks.true(f"trainer {name}: steps", [row["step"] for row in rows[name]] == [0, 1, 2])
+        checks.true(f"trainer {name}: named metrics", all(row.keys() <= METRICS.keys() for row in rows[name]))
+        for actual, expected in zip(rows[name], rows["DP2"], strict=True):
+            checks.close(
+                f"trainer {name}: step {actual['step']}", repeatable(actual), repeatable(expected), tolerance=1e-5
+            )
+    last = rows["DP2"][-1]
+    trains = last["grad_norm"] > 0 and last["updates/applied"] == 4 and last["clip/low_negative"] > 0
+    checks.true("trainer: it trains", trains)
