@@ -36,8 +36,10 @@ from megatron_calclip.precision.quantize import (
     RowScaling,
     Scaling,
     fake_quantize,
+    fake_quantize_both,
     quantize,
     quantize_dequantize,
+    quantize_dequantize_both,
 )
 from megatron_calclip.precision.recipes import Recipe
 
@@ -233,9 +235,9 @@ class Fp8Gemms(nn.Module):
     def _emulated_both(
         self, x: Tensor, scaling: Scaling, dtype: torch.dtype, sharded_dim: int | None
     ) -> tuple[Operand, Operand]:
-        from megatron_calclip.precision.quantize import fake_quantize_both, quantize_dequantize_both
-
-        reduce = tuple(self.reduce_amax if self._reducible(d, sharded_dim) else None for d in (-1, 0))
+        """Both copies from one pass over the source."""
+        last, first = (self.reduce_amax if self._reducible(dim, sharded_dim) else None for dim in (-1, 0))
+        reduce = (last, first)
         if scaling.power_of_two or isinstance(scaling, BlockScaling):
             a, b = quantize_dequantize_both(
                 x,
@@ -245,8 +247,8 @@ class Fp8Gemms(nn.Module):
                 out_dtype=torch.bfloat16 if scaling.power_of_two else torch.float32,
             )
             return Operand(a, None), Operand(b.t(), None)
-        a, b = fake_quantize_both(x, scaling, dtype, reduce_amax=reduce)
-        return Operand(a.codes, a.inverse_scale), Operand(b.codes.t(), b.inverse_scale.t())
+        rows, columns = fake_quantize_both(x, scaling, dtype, reduce_amax=reduce)
+        return Operand(rows.codes, rows.inverse_scale), Operand(columns.codes.t(), columns.inverse_scale.t())
 
     def quantize_weight(self, weight: Tensor) -> WeightCodes:
         """Both copies of a weight [N, K]: along K for the forward GEMM, along N for the input's gradient."""

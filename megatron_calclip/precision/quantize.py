@@ -483,7 +483,7 @@ def _round_to_grid(
         scratch: another FP32 tensor of that size.
     """
     ratio = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    torch.clamp(magnitude, min=floor, out=scratch)  # type: ignore[call-overload]
+    torch.clamp(magnitude, min=floor, out=scratch)
     torch.sub(magnitude, scratch, alpha=ratio, out=out).add_(scratch, alpha=ratio)
 
 

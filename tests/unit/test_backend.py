@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def precision(recipe: str, **settings: Any) -> PrecisionConfig:
-    return PrecisionConfig(recipe=recipe, **settings)  # type: ignore[arg-type]
+    return PrecisionConfig(recipe=recipe, **settings)
 
 
 def config(recipe: str, *, parallel: dict[str, Any] | None = None, fused_head: bool = False, **settings: Any) -> Config:
@@ -157,7 +157,7 @@ def test_what_no_backend_can_do(machine: Any) -> None:
     full = {"recompute": "full"}
     refused("parallel.recompute", config("tensorwise_delayed", parallel=full), "selective")
     for dial in ("channel_outlier", "first_token_outlier"):
-        dials = EmulationConfig(**{dial: 3.0})  # type: ignore[arg-type]
+        dials = EmulationConfig(**{dial: 3.0})
         refused(f"precision.emulation.{dial}", config("tensorwise", emulation=dials), "power of two")
     first_token = EmulationConfig(first_token_outlier=4.0)
     refused("parallel.recompute", config("tensorwise", emulation=first_token, parallel=full | {"pp": 2}))

@@ -13,7 +13,7 @@ NAMES = ("tensorwise_delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 256, 384
 # Rows and columns of a tile: activations (dim -1, dim 0), weights (dim -1, dim 0), gradients' format by default.
 TABLE: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], torch.dtype]] = {
-    "tensorwise": ((ROWS, COLUMNS),) * 4 + (E5M2,),  # type: ignore[dict-item]
+    "tensorwise": ((ROWS, COLUMNS),) * 4 + (E5M2,),
     "rowwise": ((1, COLUMNS), (ROWS, 1), (1, COLUMNS), (ROWS, 1), E4M3),
     "blockwise": ((1, 128), (128, 1), (128, 128), (128, 128), E4M3),
     "mxfp8": ((1, 32), (32, 1), (1, 32), (32, 1), E4M3),
@@ -21,7 +21,7 @@ TABLE: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[
 
 
 def make(recipe: str, **settings: Any) -> Recipe:
-    resolved = resolve(PrecisionConfig(recipe=recipe, **settings))  # type: ignore[arg-type]
+    resolved = resolve(PrecisionConfig(recipe=recipe, **settings))
     assert resolved is not None
     return resolved
 
@@ -61,7 +61,7 @@ def test_formats(name: str) -> None:
     assert make(name, format="hybrid").gradient_dtype == E5M2
     assert make(name, format="e4m3").gradient_dtype == E4M3
     own = {"tensorwise": "hybrid", "tensorwise_delayed": "hybrid"}.get(name, "e4m3")
-    assert gradient_format(PrecisionConfig(recipe=name)) == own  # type: ignore[arg-type]
+    assert gradient_format(PrecisionConfig(recipe=name)) == own
 
 
 def test_block_size_dial() -> None:
@@ -116,7 +116,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 def test_fields_for_megatron(name: str) -> None:
     """Delayed scaling's settings go to no other recipe; the rest goes to all."""
     delayed = {"margin": 1, "amax_history_length": 16, "amax_compute_algo": "most_recent"}
-    precision = PrecisionConfig(recipe=name, fp8_param=True, **delayed)  # type: ignore[arg-type]
+    precision = PrecisionConfig(recipe=name, fp8_param=True, **delayed)
     assert megatron_fields(precision) == FIELDS[name] | {"fp8_param": True}
 
 

@@ -22,14 +22,14 @@ class Linear(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.master = torch.randn(WIDTH, WIDTH, generator=generator)
         self.weight = nn.Parameter(self.master.to(torch.float8_e4m3fn).bfloat16())
-        self.weight.fp8_codes = self.weight.detach().clone()  # type: ignore[attr-defined]
+        self.weight.fp8_codes = self.weight.detach().clone()
 
     @property
     def fp8_active(self) -> bool:
         return bool(self.config.fp8_active)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight.fp8_codes if self.fp8_active else self.weight).t()  # type: ignore[attr-defined]
+        return x @ (self.weight.fp8_codes if self.fp8_active else self.weight).t()
 
 
 class Layer(nn.Module):
@@ -58,7 +58,7 @@ class Chunk(nn.Module):
         self.decoder.layers = nn.ModuleList(Layer(config, seed) for seed, config in enumerate(configs))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.decoder.layers:  # type: ignore[union-attr]
+        for layer in self.decoder.layers:
             x = layer(x)
         return x
 
@@ -67,7 +67,7 @@ class Masters:
     """Remembers which parameters were asked for, in order."""
 
     def __init__(self, chunk: Chunk) -> None:
-        self.values = {id(layer.linear.weight): layer.linear.master for layer in chunk.decoder.layers}  # type: ignore
+        self.values = {id(layer.linear.weight): layer.linear.master for layer in chunk.decoder.layers}
         self.order = list(self.values)
         self.asked: list[int] = []
 
@@ -82,7 +82,7 @@ X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(9)).bfloat16()
 def expected(chunk: Chunk) -> Tensor:
     """The forward in BF16 on the rounded masters, written out."""
     x = X
-    for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+    for layer in chunk.decoder.layers:
         x = (x @ layer.linear.master.bfloat16().t()) * layer.norm
     return x
 
@@ -118,7 +118,7 @@ def chunk() -> Chunk:
     chunk(X).sum().backward()
     for parameter in chunk.parameters():
         parameter.grad = torch.ones_like(parameter)
-    chunk.decoder.layers[1].eval()  # type: ignore[index]
+    chunk.decoder.layers[1].eval()
     return chunk
 
 
@@ -154,7 +154,7 @@ def test_leaves_nothing_behind_after_an_exception(chunk: Chunk, streamed: bool) 
         raise RuntimeError("device lost")
 
     before = snapshot(chunk)
-    handle = chunk.decoder.layers[1].linear.register_forward_pre_hook(fail)  # type: ignore[index, union-attr]
+    handle = chunk.decoder.layers[1].linear.register_forward_pre_hook(fail)
     with (
         pytest.raises(RuntimeError, match="device lost"),
         shadow_pass([chunk], master=Masters(chunk), streamed=streamed),
@@ -177,24 +177,24 @@ def test_leaves_nothing_behind_when_masters_cannot_be_had(chunk: Chunk, streamed
 @STREAMED
 def test_damaged_live_weights_play_no_part(chunk: Chunk, streamed: bool) -> None:
     with torch.no_grad():
-        for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+        for layer in chunk.decoder.layers:
             layer.linear.weight.fill_(float("nan"))
             layer.linear.weight.fp8_codes.fill_(float("nan"))
     with shadow_pass([chunk], master=Masters(chunk), streamed=streamed):
         shadow = chunk(X)
     assert torch.equal(shadow, expected(chunk))
-    assert all(layer.linear.weight.isnan().all() for layer in chunk.decoder.layers)  # type: ignore[union-attr]
+    assert all(layer.linear.weight.isnan().all() for layer in chunk.decoder.layers)
 
 
 def test_streaming_replaces_one_layer_at_a_time(chunk: Chunk) -> None:
     layers = chunk.decoder.layers
-    live = [layer.linear.weight for layer in layers]  # type: ignore[union-attr]
+    live = [layer.linear.weight for layer in layers]
     seen: list[list[bool]] = []
 
     def look(*_: Any) -> None:
-        seen.append([layer.linear.weight is not own for layer, own in zip(layers, live, strict=True)])  # type: ignore
+        seen.append([layer.linear.weight is not own for layer, own in zip(layers, live, strict=True)])
 
-    handles = [layer.linear.register_forward_pre_hook(look) for layer in layers]  # type: ignore[union-attr]
+    handles = [layer.linear.register_forward_pre_hook(look) for layer in layers]
     with shadow_pass([chunk], master=Masters(chunk), streamed=True):
         look()
         chunk(X)
@@ -212,7 +212,7 @@ def test_streaming_replaces_one_layer_at_a_time(chunk: Chunk) -> None:
 def test_bf16_weights_stay_where_they_are(chunk: Chunk, streamed: bool) -> None:
     """Without FP8 parameters live weights are the rounded masters already: no master is asked for."""
     masters = Masters(chunk)
-    for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+    for layer in chunk.decoder.layers:
         del layer.linear.weight.fp8_codes
         layer.linear.weight.data.copy_(layer.linear.master)
     with shadow_pass([chunk], master=masters, streamed=streamed):
@@ -222,7 +222,7 @@ def test_bf16_weights_stay_where_they_are(chunk: Chunk, streamed: bool) -> None:
 
 def test_fp8_that_stays_on_is_noticed(chunk: Chunk) -> None:
     """A layer that decides by itself, not by its config: what an outer autocast would miss."""
-    linear = chunk.decoder.layers[2].linear  # type: ignore[index, union-attr]
+    linear = chunk.decoder.layers[2].linear
     linear.config = SimpleNamespace(**vars(linear.config))
     with pytest.raises(AssertionError, match="FP8 is on"), shadow_pass([chunk], master=Masters(chunk)):
         linear.config.fp8_active = True
@@ -246,7 +246,7 @@ def test_several_chunks(chunk: Chunk) -> None:
 
 
 def test_a_weight_that_two_modules_share(chunk: Chunk) -> None:
-    first, last = (chunk.decoder.layers[index].linear for index in (0, 2))  # type: ignore[index, union-attr]
+    first, last = (chunk.decoder.layers[index].linear for index in (0, 2))
     last.weight, last.master = first.weight, first.master
     with shadow_pass([chunk], master=Masters(chunk)):
         assert torch.equal(chunk(X), expected(chunk))
@@ -254,10 +254,10 @@ def test_a_weight_that_two_modules_share(chunk: Chunk) -> None:
 
 
 def test_what_lives_in_fp8(chunk: Chunk) -> None:
-    linear = chunk.decoder.layers[0].linear  # type: ignore[index, union-attr]
-    assert lives_in_fp8(linear.weight) and not lives_in_fp8(chunk.decoder.layers[0].norm)  # type: ignore
+    linear = chunk.decoder.layers[0].linear
+    assert lives_in_fp8(linear.weight) and not lives_in_fp8(chunk.decoder.layers[0].norm)
     chunk.float()
     assert lives_in_fp8(linear.weight)  # moving a model keeps its parameters' attributes
     theirs = nn.Parameter(torch.zeros(1))
-    theirs._quantizer = object()  # type: ignore[attr-defined]  # as TransformerEngine's tensors have
+    theirs._quantizer = object()  # as TransformerEngine's tensors have
     assert lives_in_fp8(theirs)
