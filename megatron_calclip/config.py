@@ -419,8 +419,6 @@ class TrainConfig:
     """Completions per prompt: the group; at least 2."""
     tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
-    log_prob_chunk: PositiveInt | None = None
-    """Rows of logits reduced at a time; null: chosen by device."""
     fused_head: bool = False
     """Fuse the output layer with the log-probabilities: no logits, but one more matmul in backward."""
     deterministic: bool = False

@@ -158,8 +158,8 @@ def test_shipped_configurations_are_valid_and_read_back(path: Path, tmp_path: Pa
         ("train.num_steps=1e3", 1000),
         ("train.deterministic=TRUE", True),
         ("train.deterministic=no", False),
-        ("train.log_prob_chunk=null", None),
-        ("train.log_prob_chunk=", None),
+        ("tracking.wandb_project=null", None),
+        ("tracking.wandb_project=", None),
         ("algorithm.clip={lower: 0.7, upper: 1.3}", {"lower": 0.7, "upper": 1.3, "dual": None}),
     ],
 )
