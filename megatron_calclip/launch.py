@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     # Heavy imports only now: a wrong configuration is reported at once.
-    from megatron_calclip.learner import runtime
+    from megatron_calclip.learner import cpu, runtime
+
+    cpu.install()  # before anything else imports Megatron
     from megatron_calclip.trainer import Trainer
 
     try:

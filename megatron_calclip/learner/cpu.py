@@ -152,13 +152,33 @@ def _install_rng_tracker() -> None:
     mrandom._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
 
+@contextlib.contextmanager
+def _compiler_not_loaded() -> Iterator[None]:
+    """Leave operations that `torch.compile` would decorate as they are.
+
+    Megatron decorates its fused operations when it is imported, and that alone loads the compiler: seconds in every
+    process, for operations that are switched off without CUDA.
+    """
+
+    def undecorated(function: Any = None, **_: Any) -> Any:
+        return (lambda later: later) if function is None else function
+
+    compiler = torch.compile
+    torch.compile = undecorated  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
 @functools.cache
 def install() -> None:
     """Make Megatron-Core usable without CUDA; call once per process before anything of it is built."""
     if not needed():
         return
-    for name in _MODULES:
-        importlib.import_module(name)
+    with _compiler_not_loaded():
+        for name in _MODULES:
+            importlib.import_module(name)
     view = _torch_on_cpu()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:

@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_calclip.config import Config, PrecisionConfig
+from megatron_calclip.errors import UserError
 from megatron_calclip.learner import cpu
 from megatron_calclip.learner.attention import PackedAttention, PackedRotaryEmbedding
 from megatron_calclip.learner.parallel_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, make_fp8
@@ -40,6 +41,8 @@ from megatron_calclip.precision.backend import choose, transformer_engine_presen
 from megatron_calclip.precision.recipes import megatron_fields
 from megatron_calclip.weights.mapping import ModelShape
 
+# Frequencies that do not depend on the length of the sequence at hand, as those of `dynamic` and `longrope` do.
+FIXED_ROPE_SCALINGS = ("linear", "llama3", "yarn")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -123,6 +126,11 @@ def _rope(hf_config: Any) -> tuple[Tensor, float]:
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+    if kind not in FIXED_ROPE_SCALINGS:
+        raise UserError(
+            "model.hf",
+            f"RoPE scaling {kind!r} is not supported; use a model with {', '.join(FIXED_ROPE_SCALINGS)} or none",
+        )
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return inv_freq, factor
 

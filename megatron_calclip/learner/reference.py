@@ -30,14 +30,15 @@ class ReferencePolicy:
     def __init__(self, learner: Learner, run_dir: Path) -> None:
         self.learner = learner
         folder = run_dir / "reference"
-        if learner.runtime.gather_objects((folder / "metadata.json").is_file())[0]:
-            live = self._copies()
-            checkpoint.load_model(folder, learner)
-            self.weights = self._copies()
-            self._write(live)
-        else:
-            self.weights = self._copies()
-            checkpoint.save_model(folder, learner)
+        with learner.fp8_params_set_aside():
+            if learner.runtime.gather_objects((folder / "metadata.json").is_file())[0]:
+                live = self._copies()
+                checkpoint.load_model(folder, learner)
+                self.weights = self._copies()
+                self._write(live)
+            else:
+                self.weights = self._copies()
+                checkpoint.save_model(folder, learner)
 
     def log_probs(self, batch: PreparedBatch) -> Tensor:
         """Log-probabilities [T] under the reference; filled where this rank scored tokens."""
@@ -58,9 +59,10 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
         self.learner.gather_parameters()
-        live = self._copies()
-        self._write(self.weights)
-        try:
-            yield
-        finally:
-            self._write(live)
+        with self.learner.fp8_params_set_aside():
+            live = self._copies()
+            self._write(self.weights)
+            try:
+                yield
+            finally:
+                self._write(live)

@@ -45,8 +45,8 @@ STATE, TENSORS = {"note": "kept as it is"}, {"pool": torch.arange(3)}
 SAVED: dict[str, Any] = {"tp": 2} | SP
 LOADED: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{}, OVERLAP, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    4: [{"tp": 2, "pp": 2}, {"tp": 2}, {"tp": 4}],
+    2: [OVERLAP, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    4: [{"tp": 2, "pp": 2}, {"tp": 2}],
 }
 
 
@@ -67,13 +67,7 @@ def _save(run_dir: Path, step: int, learner: Learner, *, keep: int = 2) -> Path:
 def check_checkpoints(checks: Checks, root: Path, exchange: Path) -> None:
     """All of this module."""
     if launch_world_size() == 2:
-        for parallel, dtype in (
-            ({"tp": 2} | SP, "fp32"),
-            (OVERLAP, "fp32"),
-            ({"pp": 2, "vpp": 2}, "fp32"),
-            ({"tp": 2}, "bf16"),
-            (OVERLAP, "bf16"),
-        ):
+        for parallel, dtype in (({"tp": 2} | SP, "fp32"), ({"pp": 2, "vpp": 2}, "bf16"), (OVERLAP, "bf16")):
             check_same_layout(checks, root / f"{parallel} {dtype}", parallel, dtype)
         check_straight_after_update(checks, root / "overlapped")
         save_for_others(exchange)
@@ -134,7 +128,7 @@ def check_straight_after_update(checks: Checks, root: Path) -> None:
         folder = _save(root, STEP, learner)
         trained = policy.weights()
         learner = make_learner(config, runtime, MODEL)
-        checkpoint.load(folder, learner)
+        checkpoint.load_model(folder / "megatron", learner)  # the weights alone, without the masters behind them
         loaded = {name: tensor.clone() for name, tensor in learner.stream_hf()}
         checks.true("overlapped, saved straight after an update", same_bits(loaded, trained))
         moved = not same_bits(trained, PlainLearner(config, MODEL, batch).weights())
@@ -150,26 +144,33 @@ def save_for_others(exchange: Path) -> None:
         _save(exchange, STEP, learner)
 
 
-def check_other_layouts(checks: Checks, exchange: Path) -> None:
-    """What `SAVED` wrote, loaded elsewhere, continues as plain training does that was never interrupted."""
-    config, batch = _config(SAVED), make_batch(MODEL)
-    plain = PlainLearner(config, MODEL, batch)
-    histories = []
+def _uninterrupted() -> list[History]:
+    """Plain training, one RL step each, under the schedule of `_config`."""
+    config, batch = _config({}), make_batch(MODEL)
+    plain, histories = PlainLearner(config, MODEL, batch), []
     for decay in (0.75, 0.5):  # linear over four steps
         for group in plain.optimizer.param_groups:
             group["lr"] = config.optimizer.lr * decay
         histories.append(train(plain, batch, config, num_steps=1))
-    before, wanted = histories[0].weights, observables(histories[1])
+    return histories
+
+
+def check_other_layouts(checks: Checks, exchange: Path) -> None:
+    """What `SAVED` wrote, loaded elsewhere, continues as plain training does that was never interrupted."""
+    expected = _uninterrupted() if checks.compares else None
     for parallel in LOADED[launch_world_size()]:
-        title, config = f"{SAVED} -> {parallel}", _config(parallel)
+        config = _config(parallel)
         with layout(config) as runtime:
             learner = make_learner(config, runtime, MODEL)
             checkpoint.load(exchange / f"step_{STEP}", learner)
-            weights = {name: tensor.clone() for name, tensor in learner.stream_hf()}
+            loaded = {name: tensor.clone() for name, tensor in learner.stream_hf()}
             history = _step(learner, exchange)
-        checks.close(f"{title}: weights", weights, before, tolerance=FP32)
-        for kind, values in observables(history).items():
-            checks.close(f"{title}: continues, {kind}", values, wanted[kind], tolerance=FP32)
+        if expected is not None:
+            title, (before, after) = f"{SAVED} -> {parallel}", expected
+            checks.close(f"{title}: weights", loaded, before.weights, tolerance=FP32)
+            for kind, values in observables(history).items():
+                wanted = observables(after)[kind]
+                checks.close(f"{title}: continues, {kind}", values, wanted, tolerance=FP32)
 
 
 def check_folders(checks: Checks, run_dir: Path) -> None:
@@ -189,9 +190,8 @@ def check_folders(checks: Checks, run_dir: Path) -> None:
             runtime.barrier()
 
         checks.true("nothing to resume from", checkpoint.find(run_dir, "auto") is None)
-        for step in (8, 9, 10):
+        for step in (9, 10):
             _save(run_dir, step, learner)
-        checks.true("the newest two stay", kept() == ["step_10", "step_9"])
         tracker = json.loads((run_dir / checkpoint.TRACKER).read_text())
         checks.true("the tracker names the newest", tracker == {"step": 10, "folder": "step_10"})
         checks.true("auto finds it", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
@@ -200,7 +200,7 @@ def check_folders(checks: Checks, run_dir: Path) -> None:
         alone(lambda: (run_dir / "step_11.partial" / "megatron").mkdir(parents=True))
         checks.true("an interrupted save is ignored", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
         _save(run_dir, 11, learner)
-        checks.true("and replaced by the next", kept() == ["step_10", "step_11"])
+        checks.true("and replaced by the next; the newest two stay", kept() == ["step_10", "step_11"])
         checks.true("which is whole", checkpoint.load(run_dir / "step_11", learner)[0]["step"] == 11)
 
         _save(run_dir, 3, learner, keep=1)  # a run that started over in the folder of a longer one

@@ -34,6 +34,11 @@ class Checks:
         self.failures: list[str] = []
         self.rank = int(os.environ.get("RANK", "0"))
 
+    @property
+    def compares(self) -> bool:
+        """Whether this rank compares global values, which are the same on all ranks; the others save the reference."""
+        return self.rank == 0
+
     def true(self, name: str, passed: bool, detail: str = "") -> None:
         """Record one check."""
         if not passed:

@@ -32,14 +32,13 @@ MODEL = "qwen2 tied"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [OVERLAP, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    4: [{"tp": 2, "pp": 2, "sequence_parallel": True}],
+    2: [OVERLAP, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}],
 }
 
 
 def check_edges(checks: Checks, root: Path, _: Path) -> None:
     """All of this module, on a few layouts."""
-    for parallel in LAYOUTS[launch_world_size()]:
+    for parallel in LAYOUTS.get(launch_world_size(), []):
         check_equal_rewards(checks, root, parallel)
         check_not_finite(checks, root, parallel)
     if launch_world_size() == 1:

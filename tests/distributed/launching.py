@@ -61,6 +61,7 @@ def run(script: Path, *arguments: str, num_processes: int, timeout: float, env: 
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         kill(process)
-        raise AssertionError(f"{script.name} hangs: {timeout} s passed\n{process.stdout.read()}") from None
+        output, _ = process.communicate()
+        raise AssertionError(f"{script.name} hangs: {timeout} s passed\n{output}") from None
     assert process.returncode == 0, output
     return output

@@ -82,10 +82,9 @@ class Job:
         )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(list(flags.iterdir())) < num_processes:
-            ended = process.poll() is not None or time.monotonic() > deadline
-            if ended:
+            if process.poll() is not None or time.monotonic() > deadline:
                 launching.kill(process)
-                pytest.fail(f"the run never came to its last step\n{process.stdout and process.stdout.read()}")
+                pytest.fail(f"the run never came to its last step\n{process.communicate()[0]}")
             time.sleep(0.05)
         launching.kill(process)
         return self.folder / name

@@ -49,13 +49,14 @@ SIZES: dict[str, Any] = dict(
 TIED = {"tie_word_embeddings": True}
 
 
-def _rope(kind: str, **values: Any) -> dict[str, Any]:
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    """Configuration of one kind of RoPE scaling."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
 
 
 _CONTEXT = {"original_max_position_embeddings": ORIGINAL_CONTEXT}
-_YARN = _rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, **_CONTEXT)
-_LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_CONTEXT)
+_YARN = rope("yarn", factor=4.0, beta_fast=4.0, beta_slow=1.0, **_CONTEXT)
+_LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_CONTEXT)
 
 MODELS: dict[str, PretrainedConfig] = {
     "qwen2 tied": Qwen2Config(**SIZES | TIED),
@@ -64,7 +65,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3 tied yarn": Qwen3Config(**SIZES | TIED | _YARN, head_dim=16),
     "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama tied llama3": LlamaConfig(**SIZES | TIED | _LLAMA3),
-    "llama linear": LlamaConfig(**SIZES | _rope("linear", factor=3.0)),
+    "llama linear": LlamaConfig(**SIZES | rope("linear", factor=3.0)),
 }
 
 

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
         "warm_start": {"num_steps": 4, "batch_size": 8},
     },
     "data": {"arithmetic": {"max_operand": 9}},
-    "rollout": {"max_new_tokens": 6, "dtype": "fp32"},
+    "rollout": {"max_new_tokens": 12, "dtype": "fp32"},
     "algorithm": {
         "num_minibatches": 2,
         "num_epochs": 2,
@@ -40,8 +40,8 @@ SETTINGS: dict[str, Any] = {
     # Random completions are never right: a reward that tells them apart is needed for a gradient.
     "reward": {"name": "trainer_checks.share_of_digits"},
     "precision": {"params_dtype": "fp32"},
-    "optimizer": {"lr": 1e-2, "epsilon": 1e-4},
-    "train": {"num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 40},
+    "optimizer": {"lr": 4e-3, "epsilon": 1e-4},
+    "train": {"num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 60},
     "eval": {"num_prompts": 8},
     "tracking": {"tensorboard": False},
 }
