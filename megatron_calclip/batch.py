@@ -85,6 +85,12 @@ class Trajectories:
     finished: Tensor
     """bool [N]: False where the length limit cut the response."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where a sequence's first token counts as a response: nothing predicts it."""
+        starts = (self.lengths.cumsum(0) - self.lengths)[self.lengths > 0]
+        if bool(self.response_mask[starts].any()):
+            raise ValueError("response_mask holds a sequence's first token, which nothing predicts; mask it out")
+
     @property
     def num_sequences(self) -> int:
         """N."""

@@ -11,9 +11,8 @@ kilobytes makes the statistics global, so that every rank derives the same bound
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from megatron_calclip.algorithms.bootstrap import sample_sequences
 from megatron_calclip.algorithms.bounds import ClipBounds
-from megatron_calclip.algorithms.calibration import CalibrationReport, CalibrationSettings, ClipCalibrator
-from megatron_calclip.algorithms.calibration_settings import Algorithm
+from megatron_calclip.algorithms.calibration import CalibrationReport, ClipCalibrator
 from megatron_calclip.algorithms.gspo import sequence_log_ratio
 from megatron_calclip.algorithms.overclip import (
     ENTROPY_EDGES,
@@ -42,9 +40,11 @@ from megatron_calclip.algorithms.replay import CalibrationDump
 from megatron_calclip.algorithms.statistics import RatioStatistics
 from megatron_calclip.batch import Trajectories
 from megatron_calclip.config import Config
+from megatron_calclip.config_calibration import calibration_settings
 from megatron_calclip.errors import UserError
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
 from megatron_calclip.objective import PolicyTokens
+from megatron_calclip.tracking import Tracker
 
 ATTRIBUTIONS = {
     "entropy": ENTROPY_EDGES,
@@ -52,28 +52,6 @@ ATTRIBUTIONS = {
     "position": LENGTH_EDGES,
     "length": LENGTH_EDGES,
 }
-
-
-def settings_of(config: Config) -> CalibrationSettings:
-    """The preset for this algorithm with what the configuration changes.
-
-    Raises:
-        UserError: for values that do not go together.
-    """
-    c, a = config.calibration, config.algorithm
-    plain = (
-        "schedule interval start_step grid_lower grid_upper delta_lower delta_upper minibatches token_fraction balance "
-        "balance_ratio_cap weighting min_tail_tokens pool sequence_grid_width"
-    )
-    changes: dict[str, Any] = {name: getattr(c, name) for name in plain.split() if getattr(c, name) is not None}
-    changes |= {name: ClipBounds(*getattr(c, name)) for name in ("start", "reference") if getattr(c, name) is not None}
-    algorithm: Algorithm = "gspo" if a.loss == "gspo" else "dapo" if a.aggregation == "token_mean" else "grpo"
-    preset = CalibrationSettings.paper if c.preset == "paper" else CalibrationSettings.robust
-    try:
-        return preset(algorithm, **changes)
-    except ValueError as error:
-        where, _, problem = str(error).partition(": ")
-        raise UserError(where, problem) from None
 
 
 @dataclass
@@ -116,6 +94,10 @@ class Measurement:
     """bool [N]: sequences that shadow passes run on."""
     minibatches: tuple[int, ...]
     """Mini-batches that are measured."""
+    positions: Tensor
+    """float32 [T]: place of each token among its sequence's response tokens."""
+    lengths: Tensor
+    """float32 [T]: response tokens of each token's sequence."""
     shadow_old: Tensor
     """float32 [T]: log pi_old^16."""
     shadow_new: Tensor
@@ -135,21 +117,21 @@ class CalibrationLoop:
     Args:
         config: the run's configuration.
         learner: what is measured.
-        say: prints a line in the terminal.
+        tracker: where its lines and records go.
     """
 
-    def __init__(self, config: Config, learner: Learner, say: Callable[[str], None]) -> None:
-        self.config, self.learner, self.say = config, learner, say
-        self.settings = settings_of(config)
+    def __init__(self, config: Config, learner: Learner, tracker: Tracker) -> None:
+        self.config, self.learner, self.tracker = config, learner, tracker
+        self.settings = calibration_settings(config)
         self.calibrator = ClipCalibrator(self.settings)
         self.ledger = Ledger()
         self.run_dir = Path(config.run_dir)
         if config.calibration.enabled:
             for line in self.calibrator.describe():
-                say(f"calibration: {line}")
+                tracker.say(f"calibration: {line}")
             updates = config.algorithm.num_minibatches * config.algorithm.num_epochs
             if updates == 1:
-                say(
+                tracker.say(
                     "calibration: NO-OP: with one update per rollout every ratio is 1, nothing is clipped and nothing can be "
                     "calibrated; raise algorithm.num_minibatches or num_epochs"
                 )
@@ -180,6 +162,8 @@ class CalibrationLoop:
         minibatches = tuple(range(count)) if self.settings.minibatches == "all" else (count - 1,)
         sequence_mode = self.settings.mode == "sequence"
         num_units = trajectories.num_sequences if sequence_mode else trajectories.num_response_tokens
+        # Of whole sequences, which context parallelism divides among ranks.
+        layout = (trajectories.response_mask, trajectories.sequence_ids)
         measurement = Measurement(
             step=step,
             prepared=prepared,
@@ -189,6 +173,8 @@ class CalibrationLoop:
             calibrates=calibrates,
             measured=measured,
             minibatches=minibatches,
+            positions=response_positions(*layout, num_sequences=trajectories.num_sequences).float(),
+            lengths=response_lengths(*layout, num_sequences=trajectories.num_sequences).float(),
             shadow_old=torch.zeros(prepared.num_tokens),
             shadow_new=torch.zeros(prepared.num_tokens),
             overclip=OverclipSums.empty(),
@@ -272,12 +258,11 @@ class CalibrationLoop:
                 log_probs16=log_probs16,
             )
         )
-        order = dict(num_sequences=m.tokens.num_sequences)
         covariates = {
             "entropy": record.entropy.cpu(),
             "probability": log_probs16.exp(),
-            "position": response_positions(mask, local_ids, **order).float(),
-            "length": response_lengths(mask, local_ids, **order).float(),
+            "position": m.positions[index],
+            "length": m.lengths[index],
         }
         for name, edges in ATTRIBUTIONS.items():
             m.attribution[name] += attribution_sums(pairs, covariates[name], edges=edges)
@@ -331,7 +316,7 @@ class CalibrationLoop:
             statistics.load(runtime.sum_over_world(statistics.state()).cpu())
             report = self.calibrator.calibrate(statistics, measurement.step)
             for line in report.log_lines:
-                self.say(line)
+                self.tracker.say(line)
             row |= _report_metrics(report)
             row["calibration/bytes"] = statistics.num_bytes
             self._save_dump(measurement)
@@ -339,15 +324,14 @@ class CalibrationLoop:
             name: attribution_table(runtime.sum_over_world(counts).cpu(), edges=ATTRIBUTIONS[name])
             for name, counts in measurement.attribution.items()
         }
-        if runtime.rank == 0:
-            record = {
+        self.tracker.calibration(
+            {
                 "step": measurement.step,
                 "report": report.as_row() if report else None,
                 "log": report.log_lines if report else (),
                 "attribution": {name: [asdict(line) for line in table] for name, table in tables.items()},
             }
-            with (self.run_dir / "calibration.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        )
         return row
 
     def _save_dump(self, measurement: Measurement) -> None:
@@ -371,7 +355,8 @@ class CalibrationLoop:
         Raises:
             UserError: when its bounds do not fit the present grids.
         """
-        pool = [tensors[name] for name in sorted(tensors) if name.startswith("calibrator.pool.")]
+        num_pooled = sum(name.startswith("calibrator.pool.") for name in tensors)
+        pool = [tensors[f"calibrator.pool.{index}"] for index in range(num_pooled)]
         try:
             self.calibrator.load_state_dict({**state["calibrator"], "pool": pool})
         except ValueError as error:

@@ -125,8 +125,8 @@ class DataConfig:
 
     train: Text = "arithmetic"
     """`arithmetic` or `scratchpad` (generated), or the path of a JSON Lines file."""
-    eval: Text | None = "arithmetic"
-    """The same for held-out problems; null switches evaluation off."""
+    eval: Text | None = "auto"
+    """The same for held-out problems; auto: the task of `train` if it is generated, else none; null: none."""
     prompt_field: str = "prompt"
     """Column of the problem in a JSON Lines file."""
     answer_field: str = "answer"
@@ -139,6 +139,13 @@ class DataConfig:
     """Settings of the generated task `arithmetic`."""
     scratchpad: ScratchpadTask = field(default_factory=ScratchpadTask)
     """Settings of the generated task `scratchpad`."""
+
+    @property
+    def held_out(self) -> str | None:
+        """Where held-out problems come from; None without evaluation."""
+        if self.eval == "auto":
+            return self.train if self.train in GENERATED_TASKS else None
+        return self.eval
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -278,7 +285,7 @@ class CalibrationConfig:
     balance: Literal["gradient", "surrogate"] | None = None
     """What the upper bound balances."""
     balance_ratio_cap: PositiveFloat | None = None
-    """Ratios are capped here inside the balance, in both precisions alike."""
+    """Ratios are capped here inside the balance, in both precisions alike; .inf: nowhere."""
     weighting: Literal["loss", "token"] | None = None
     """Weight of a token in the balance: what the loss's aggregation gives it, or 1."""
     min_tail_tokens: PositiveInt | None = None

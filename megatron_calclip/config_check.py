@@ -11,10 +11,9 @@ import math
 from megatron_calclip.config import (
     GENERATED_TASKS,
     Config,
-    ParallelConfig,
-    PrecisionConfig,
     ShapeConfig,
 )
+from megatron_calclip.config_calibration import calibration_settings
 from megatron_calclip.errors import UserError
 
 
@@ -37,10 +36,10 @@ def check(config: Config, *, world_size: int) -> None:
     _check_task(config)
     _check_layout(config, world_size)
     _check_training(config)
-    _check_precision(config.precision)
+    _check_precision(config)
     _check_calibration(config)
     if config.model.shape is not None:
-        check_shape(config.model.shape, config.parallel)
+        check_shape(config.model.shape, config)
 
 
 def _check_model(config: Config) -> None:
@@ -94,7 +93,7 @@ def _check_task(config: Config) -> None:
         "scratchpad": ("0123456789=^_abcdefgh", 2 * config.data.scratchpad.num_digits + 1),
     }
     for name, (alphabet, longest) in needs.items():
-        if name not in (config.data.train, config.data.eval):
+        if name not in (config.data.train, config.data.held_out):
             continue
         absent = sorted(set(alphabet) - set(m.characters))
         _check(
@@ -179,34 +178,69 @@ def _check_training(config: Config) -> None:
     )
 
 
-def _check_precision(precision: PrecisionConfig) -> None:
-    """What holds on any device; `precision.backend` checks the rest."""
+def _check_precision(config: Config) -> None:
+    """What no backend can do; `precision.backend` checks what a device cannot."""
+    precision, parallel, dials = config.precision, config.parallel, config.precision.emulation
+    recipe = precision.recipe
+    for name in ("fp8_param", "output_layer"):
+        _check(
+            recipe != "bf16" or not getattr(precision, name),
+            f"precision.{name}",
+            "needs an FP8 recipe; choose one with precision.recipe, or switch it off",
+        )
     _check(
         not precision.fp8_param or precision.params_dtype == "bf16",
         "precision.fp8_param",
-        "needs precision.params_dtype: bf16; switch it off",
+        "FP32 parameters are their own masters; use precision.params_dtype: bf16, or switch it off",
+    )
+    fixed = {"tensorwise_delayed": False, "mxfp8": True}
+    _check(
+        recipe not in fixed or precision.power_of_two_scales in (None, fixed[recipe]),
+        "precision.power_of_two_scales",
+        f"{recipe} has no choice of scales; leave it null",
     )
     for name in ("channel_outlier", "first_token_outlier"):
-        value = getattr(precision.emulation, name)
+        value = getattr(dials, name)
         _check(
             math.frexp(value)[0] == 0.5,
             f"precision.emulation.{name}",
             f"{value} is no power of two; choose one, so that the multiplication is exact",
         )
+    full = parallel.recompute == "full"
+    _check(
+        not full or recipe != "tensorwise_delayed",
+        "parallel.recompute",
+        "full would quantise again with tensorwise_delayed's next scale; use selective",
+    )
+    _check(
+        not full or dials.first_token_outlier == 1 or parallel.pp == 1,
+        "parallel.recompute",
+        "full forgets which tokens emulation.first_token_outlier is for; use selective",
+    )
+    _check(
+        not precision.output_layer or recipe != "tensorwise_delayed",
+        "precision.output_layer",
+        "tensorwise_delayed keeps histories for decoder layers only; use tensorwise",
+    )
+    _check(
+        not precision.output_layer or not config.train.fused_head,
+        "precision.output_layer",
+        "the fused head computes in BF16; set train.fused_head: false",
+    )
 
 
-def check_shape(shape: ShapeConfig, parallel: ParallelConfig, *, where: str = "model.shape") -> None:
-    """Whether a model of this shape exists and can be split so.
+def check_shape(shape: ShapeConfig, config: Config, *, where: str = "model.shape") -> None:
+    """Whether a model of this shape exists and can be split and quantised so.
 
     Args:
         shape: the model.
-        parallel: the layout.
+        config: with the layout and the precision.
         where: the setting that the shape comes from.
 
     Raises:
         UserError: naming the setting at fault.
     """
-    s, p = shape, parallel
+    s, p = shape, config.parallel
     _check(
         s.num_attention_heads % s.num_query_groups == 0,
         where,
@@ -236,6 +270,11 @@ def check_shape(shape: ShapeConfig, parallel: ParallelConfig, *, where: str = "m
         "parallel.pp",
         f"pp x vpp = {stages} does not divide the model's {s.num_layers} layers; choose a divisor",
     )
+    _check(
+        2 * config.precision.first_last_layers_bf16 < s.num_layers,
+        "precision.first_last_layers_bf16",
+        f"leaves none of the {s.num_layers} layers in FP8; lower it, or use recipe: bf16",
+    )
 
 
 def _check_calibration(config: Config) -> None:
@@ -251,3 +290,4 @@ def _check_calibration(config: Config) -> None:
         "algorithm.loss",
         "gspo needs whole sequences on a rank; use parallel.cp: 1",
     )
+    calibration_settings(config)

@@ -204,9 +204,9 @@ def eval_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
     Raises:
         UserError: when the source or a prompt of it is unusable.
     """
-    if config.data.eval is None:
+    if config.data.held_out is None:
         return []
-    stream = _stream(config.data.eval, tokenizer, config, where="data.eval", held_out=True)
+    stream = _stream(config.data.held_out, tokenizer, config, where="data.eval", held_out=True)
     source, count = stream.source, config.eval.num_prompts
     # Generated problems repeat by chance, and small tasks have few.
     positions = len(source.rows) if isinstance(source, JsonLines) else 32 * count

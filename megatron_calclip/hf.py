@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatron_calclip.config import ModelConfig, ParallelConfig, ShapeConfig
+from megatron_calclip.config import Config, ModelConfig, ShapeConfig
 from megatron_calclip.config_check import check_shape
 from megatron_calclip.errors import UserError
 from megatron_calclip.weights.mapping import ModelShape
@@ -95,45 +95,46 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_hf_config(model: ModelConfig, parallel: ParallelConfig, tokenizer: Any) -> PretrainedConfig:
+def load_hf_config(config: Config, tokenizer: Any) -> PretrainedConfig:
     """The HF config of the policy: read from `model.hf`, or made from `model.shape`.
 
     Raises:
         UserError: when the folder has no readable config, its architecture is not supported, it does not fit
-            the tokenizer or the context, or it cannot be split over `parallel`.
+            the tokenizer or the context, or it cannot be split over the layout.
     """
+    model = config.model
     if model.shape is not None:
         return _make_config(model.shape, model.max_sequence_length, tokenizer)
     assert model.hf is not None
     if not os.path.isfile(Path(model.hf) / "config.json"):
         raise UserError("model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model")
     try:
-        config = AutoConfig.from_pretrained(model.hf, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(model.hf, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UserError(
             "model.hf",
             f"config.json of {model.hf!r} cannot be read ({_reason(error)}); correct or replace it",
         ) from None
-    _check_architecture(config, model)
+    _check_architecture(hf_config, model)
     try:
-        shape = _shape_of(config)
-        ModelShape.from_hf_config(config)
+        shape = _shape_of(hf_config)
+        ModelShape.from_hf_config(hf_config)
     except Exception as error:
         raise UserError(
             "model.hf", f"config.json of {model.hf!r} describes no model ({_reason(error)}); correct it"
         ) from None
-    check_shape(shape, parallel, where="model.hf")
-    if model.max_sequence_length > config.max_position_embeddings:
+    check_shape(shape, config, where="model.hf")
+    if model.max_sequence_length > hf_config.max_position_embeddings:
         raise UserError(
             "model.max_sequence_length",
-            f"{model.max_sequence_length} exceeds the model's context of {config.max_position_embeddings}; lower it",
+            f"{model.max_sequence_length} exceeds the model's context of {hf_config.max_position_embeddings}; lower it",
         )
-    if len(tokenizer) > config.vocab_size:
+    if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             "model.tokenizer",
-            f"has {len(tokenizer)} tokens, but the model only {config.vocab_size}; give the model's own",
+            f"has {len(tokenizer)} tokens, but the model only {hf_config.vocab_size}; give the model's own",
         )
-    return config
+    return hf_config
 
 
 def _check_architecture(config: PretrainedConfig, model: ModelConfig) -> None:

@@ -86,8 +86,8 @@ class Tracker:
         with _writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-            _drop_rows_after(self.run_dir / "metrics.jsonl", first_step)
-            _drop_rows_after(self.run_dir / "samples.jsonl", first_step)
+            for name in ("metrics", "samples", "calibration"):
+                _drop_rows_after(self.run_dir / f"{name}.jsonl", first_step)
             if t.tensorboard:
                 self._open_tensorboard()
         if t.wandb_project is not None:
@@ -153,7 +153,7 @@ class Tracker:
         self.last_row = dict(row)
         self.first_row = self.first_row or dict(row)
         step = int(row["step"])
-        self._append("metrics.jsonl", [{k: v if math.isfinite(v) else None for k, v in row.items()}])
+        self._append("metrics.jsonl", [row])
         for write in self._writers:
             write(step, {name: value for name, value in row.items() if name != "step"})
         shown = "  ".join(f"{label} {row[name]:.4g}" for label, name in _SHOWN.items() if name in row)
@@ -169,8 +169,13 @@ class Tracker:
         if self.active and rows:
             self._append("samples.jsonl", [{"step": step, **row} for row in rows])
 
+    def calibration(self, row: Mapping[str, Any]) -> None:
+        """Append one measured step, with its report, to `calibration.jsonl`."""
+        if self.active:
+            self._append("calibration.jsonl", [row])
+
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         with _writing(), (self.run_dir / name).open("a", encoding="utf-8") as file:
             file.write(text)
 
@@ -185,6 +190,15 @@ class Tracker:
         for name, value in rows.items():
             table.add_row(name, value)
         self.console.print(table)
+
+
+def _jsonable(value: Any) -> Any:
+    """The value with null for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _jsonable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

@@ -34,6 +34,7 @@ from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.metrics import Stopwatch
 from megatron_calclip.objective import PolicyTokens, policy_objective, policy_tokens
+from megatron_calclip.precision.backend import remarks
 from megatron_calclip.rewards import load_reward
 from megatron_calclip.rollout.collect import collect
 from megatron_calclip.rollout.local import LocalEngine
@@ -73,9 +74,8 @@ class Trainer:
         self.config, self.runtime = config, runtime
         self.run_dir = Path(config.run_dir)
         self.tokenizer = load_tokenizer(config.model)
-        self.hf_config = load_hf_config(config.model, config.parallel, self.tokenizer)
+        self.hf_config = load_hf_config(config, self.tokenizer)
         self.prompts = train_stream(config, self.tokenizer)
-        self.prompts.take(0, 1)  # an unusable data set shows now, not after minutes of loading
         self.held_out = eval_prompts(config, self.tokenizer)
         self.reward = load_reward(config.reward)
         resume_from = checkpoint.find(self.run_dir, config.checkpoint.resume)
@@ -94,7 +94,9 @@ class Trainer:
             min_lr=config.schedule.min_lr,
         )
         self.reference = ReferencePolicy(self.learner, self.run_dir) if config.algorithm.kl.coefficient else None
-        self.calibration = CalibrationLoop(config, self.learner, self.tracker.say)
+        for line in remarks(config, self.learner.shape):
+            self.tracker.say(f"precision: {line}")
+        self.calibration = CalibrationLoop(config, self.learner, self.tracker)
         if resume_from is not None:
             self.calibration.load_state_dict(*checkpoint.load(resume_from, self.learner))
             self.tracker.say(f"resumed from {resume_from} after step {self.step}")

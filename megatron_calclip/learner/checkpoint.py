@@ -253,26 +253,46 @@ def find(run_dir: Path, resume: str) -> Path | None:
         return None
     if resume != "auto":
         folder = Path(resume)
-        if not (folder / "state.json").is_file():
+        if not _is_file(folder / "state.json", "checkpoint.resume"):
             raise UserError("checkpoint.resume", f"{resume!r} is no checkpoint folder; give auto, no or such a folder")
         return folder
     tracker = run_dir / TRACKER
-    if not tracker.is_file():
+    if not _is_file(tracker, "run_dir"):
         return None
     try:
         folder = run_dir / json.loads(tracker.read_text())["folder"]
-    except (ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            str(tracker), f"cannot be read ({error}); name a checkpoint with checkpoint.resume=PATH"
+            "checkpoint.resume", f"{tracker} cannot be read ({error}); set it to a checkpoint's folder"
         ) from None
-    if not (folder / "state.json").is_file():
-        raise UserError(str(tracker), f"names {folder.name}, which is not there; set checkpoint.resume=PATH")
+    if not _is_file(folder / "state.json", "run_dir"):
+        raise UserError(
+            "checkpoint.resume", f"{tracker} names {folder.name}, which is not there; set it to a checkpoint's folder"
+        )
     return folder
 
 
+def _is_file(path: Path, setting: str) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a name that is too long, for one
+        raise UserError(setting, f"{error.strerror}: {str(path)[:80]!r}; give another folder") from None
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    """The JSON part of a checkpoint.
+
+    Raises:
+        UserError: when it is damaged.
+    """
+    path = folder / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        int(state["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "checkpoint.resume", f"{path} is damaged ({error!r}); set it to another checkpoint's folder"
+        ) from None
     return state
 
 

@@ -6,7 +6,6 @@ Everything that depends on the device is decided here, before a model is built.
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Literal
 
 import torch
@@ -87,61 +86,20 @@ def linear_widths(shape: ModelShape, tp: int) -> dict[str, int]:
 
 
 def check(config: Config, shape: ModelShape) -> None:
-    """Refuse what is known to go wrong, on this device or on any.
+    """Refuse what this device is known to do wrong; `config_check` has refused what no device can do.
 
     Args:
-        config: the run's configuration.
+        config: the run's configuration, checked.
         shape: the model.
 
     Raises:
         UserError: naming the setting.
     """
-    precision = config.precision
-    if precision.recipe == "bf16":
-        for name in ("fp8_param", "output_layer"):
-            if getattr(precision, name):
-                raise UserError(
-                    f"precision.{name}", "needs an FP8 recipe; choose one with precision.recipe, or switch it off"
-                )
+    if config.precision.recipe == "bf16":
         return
-    _check_options(config, shape)
-    backend = choose(precision)
+    backend = choose(config.precision)
     if backend != "emulated":
         _check_hardware(config, shape, backend)
-    elif precision.output_layer and config.train.fused_head:
-        raise UserError("precision.output_layer", "the fused head computes in BF16; set train.fused_head: false")
-
-
-def _check_options(config: Config, shape: ModelShape) -> None:
-    """What no backend can do."""
-    precision, parallel = config.precision, config.parallel
-    recipe, dials = precision.recipe, precision.emulation
-    if precision.fp8_param and precision.params_dtype == "fp32":
-        raise UserError("precision.fp8_param", "FP32 parameters are their own masters; use params_dtype: bf16")
-    fixed = {"tensorwise_delayed": False, "mxfp8": True}
-    if recipe in fixed and precision.power_of_two_scales not in (None, fixed[recipe]):
-        raise UserError("precision.power_of_two_scales", f"{recipe} has no choice of scales; leave it null")
-    if 2 * precision.first_last_layers_bf16 >= shape.num_layers:
-        raise UserError(
-            "precision.first_last_layers_bf16",
-            f"leaves none of the {shape.num_layers} layers in FP8; lower it, or use recipe: bf16",
-        )
-    for name in ("channel_outlier", "first_token_outlier"):
-        if math.frexp(getattr(dials, name))[0] != 0.5:
-            raise UserError(f"precision.emulation.{name}", "would round what is not quantised; use a power of two")
-    if parallel.recompute == "full":
-        if recipe == "tensorwise_delayed":
-            raise UserError(
-                "parallel.recompute", "full would quantise again with tensorwise_delayed's next scale; use selective"
-            )
-        if dials.first_token_outlier > 1 and parallel.pp > 1:
-            raise UserError(
-                "parallel.recompute", "full forgets which tokens emulation.first_token_outlier is for; use selective"
-            )
-    if precision.output_layer and recipe == "tensorwise_delayed":
-        raise UserError(
-            "precision.output_layer", "tensorwise_delayed keeps histories for decoder layers only; use tensorwise"
-        )
 
 
 def _check_hardware(config: Config, shape: ModelShape, backend: Literal["te", "scaled_mm"]) -> None:

@@ -112,6 +112,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad_row.jsonl").write_text(ROW + '{"prompt": "1+2=", "answer"\n')
     (folder / "long.jsonl").write_text(ROW + ROW.replace("1+1=", "1" * 29))  # 28 fit before 4 new tokens
     (folder / "no_config").mkdir()
+    (folder / "no_object").mkdir()
+    (folder / "no_object" / "latest_checkpoint.json").write_text("[]")
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "state.json").write_text('{"step"')
     for name, weights in (("no_weights", None), ("truncated", b"\x40\x00\x00\x00\x00\x00\x00\x00{")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(hf_config()))
@@ -148,6 +152,8 @@ def hf_config() -> dict[str, Any]:
         (["{config}", "optimizer.lr=-1"], r"optimizer\.lr: should be greater than 0 \(got -1\)"),
         (["{config}", "algorithm.clip.upper=0.7"], r"algorithm\.clip\.upper: should be greater than 1"),
         (["{config}", "train.seed"], r"train\.seed: is no setting"),
+        (["{config}", "precision.fp8_param=true"], r"precision\.fp8_param: needs an FP8 recipe"),
+        (["{config}", "calibration.delta_lower=0.9"], r"calibration\.delta_lower: "),
         (["{config}", "rollout.max_new_tokens=32"], r"rollout\.max_new_tokens: leaves no room for a prompt"),
         (
             ["{config}", "--dry-run", "cluster.gpus_per_node=3", "parallel.tp=2"],
@@ -218,6 +224,17 @@ LATE = {
         1,
     ),
     "run_dir below a file": (["run_dir={folder}/config.yaml/run"], r"run_dir: cannot be written", 1),
+    "run_dir's name too long": (["run_dir=" + 300 * "x"], r"run_dir: File name too long", 2),
+    "tracker that names nothing": (
+        ["run_dir={folder}/no_object"],
+        r"checkpoint\.resume: .*latest_checkpoint\.json cannot be read",
+        2,
+    ),
+    "checkpoint damaged": (
+        ["checkpoint.resume={folder}/damaged"],
+        r"checkpoint\.resume: .*state\.json is damaged",
+        2,
+    ),
     "checkpoint absent": (
         ["checkpoint.resume={folder}/absent"],
         r"checkpoint\.resume: .* is no checkpoint",

@@ -144,25 +144,6 @@ def test_what_only_emulation_can_do(machine: Any) -> None:
     refused("precision.output_layer", config("rowwise", output_layer=True), "scaled_mm")
 
 
-def test_what_no_backend_can_do(machine: Any) -> None:
-    machine(NONE)
-    refused("precision.fp8_param", config("bf16", fp8_param=True), "recipe")
-    refused("precision.output_layer", config("bf16", output_layer=True), "recipe")
-    refused("precision.fp8_param", config("tensorwise", fp8_param=True, params_dtype="fp32"), "bf16")
-    refused("precision.power_of_two_scales", config("tensorwise_delayed", power_of_two_scales=True))
-    refused("precision.power_of_two_scales", config("mxfp8", power_of_two_scales=False))
-    refused("precision.first_last_layers_bf16", config("tensorwise", first_last_layers_bf16=2), "4 layers")
-    refused("precision.output_layer", config("tensorwise_delayed", output_layer=True))
-    refused("precision.output_layer", config("tensorwise", output_layer=True, fused_head=True), "fused_head")
-    full = {"recompute": "full"}
-    refused("parallel.recompute", config("tensorwise_delayed", parallel=full), "selective")
-    for dial in ("channel_outlier", "first_token_outlier"):
-        dials = EmulationConfig(**{dial: 3.0})
-        refused(f"precision.emulation.{dial}", config("tensorwise", emulation=dials), "power of two")
-    first_token = EmulationConfig(first_token_outlier=4.0)
-    refused("parallel.recompute", config("tensorwise", emulation=first_token, parallel=full | {"pp": 2}))
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -363,7 +363,59 @@ def test_a_shape_from_a_model_folder_is_named_so() -> None:
     config = config_from_dict(valid(model={"shape": SHAPE | {"num_query_groups": 3}, "tokenizer": "t"}))
     assert config.model.shape is not None
     with pytest.raises(UserError, match=r"^model\.hf: num_query_groups 3 does not divide num_attention_heads 4"):
-        check_shape(config.model.shape, config.parallel, where="model.hf")
+        check_shape(config.model.shape, config, where="model.hf")
+
+
+@pytest.mark.parametrize(
+    ("setting", "word", "precision", "other"),
+    [
+        ("precision.fp8_param", "recipe", {"recipe": "bf16", "fp8_param": True}, {}),
+        ("precision.output_layer", "recipe", {"recipe": "bf16", "output_layer": True}, {}),
+        ("precision.fp8_param", "bf16", {"fp8_param": True, "params_dtype": "fp32"}, {}),
+        ("precision.power_of_two_scales", "null", {"recipe": "tensorwise_delayed", "power_of_two_scales": True}, {}),
+        ("precision.power_of_two_scales", "null", {"recipe": "mxfp8", "power_of_two_scales": False}, {}),
+        ("precision.first_last_layers_bf16", "4 layers", {"first_last_layers_bf16": 2}, {}),
+        ("precision.output_layer", "histories", {"recipe": "tensorwise_delayed", "output_layer": True}, {}),
+        ("precision.output_layer", "fused_head", {"output_layer": True}, {"train": {"fused_head": True}}),
+        ("precision.emulation.channel_outlier", "power of two", {"emulation": {"channel_outlier": 3.0}}, {}),
+        ("precision.emulation.first_token_outlier", "power of two", {"emulation": {"first_token_outlier": 3.0}}, {}),
+        (
+            "parallel.recompute",
+            "selective",
+            {"recipe": "tensorwise_delayed"},
+            {"parallel": {"recompute": "full"}},
+        ),
+        (
+            "parallel.recompute",
+            "selective",
+            {"emulation": {"first_token_outlier": 4.0}},
+            {"parallel": {"recompute": "full", "pp": 2}},
+        ),
+    ],
+)
+def test_precision_that_no_backend_can_do(
+    setting: str, word: str, precision: dict[str, Any], other: dict[str, Any]
+) -> None:
+    error = error_of(valid(precision={"recipe": "tensorwise"} | precision, **other), world_size=2)
+    assert error.where == setting and word in str(error)
+
+
+def test_calibration_values_that_do_not_go_together() -> None:
+    error = error_of(valid(calibration={"grid_lower": [0.5, 0.9, 0.02], "start": [0.4, 1.8]}))
+    assert error.where.startswith("calibration.")
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "expected"),
+    [
+        ("scratchpad", "auto", "scratchpad"),
+        ("rows.jsonl", "auto", None),
+        ("rows.jsonl", "arithmetic", "arithmetic"),
+        ("arithmetic", None, None),
+    ],
+)
+def test_held_out_problems_are_of_the_trained_task(train: str, held_out: str | None, expected: str | None) -> None:
+    assert config_from_dict({"data": {"train": train, "eval": held_out}}).data.held_out == expected
 
 
 def test_world_size_of_a_dry_run_is_the_cluster(base: str) -> None:

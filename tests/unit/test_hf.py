@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
-from megatron_calclip.config import ModelConfig, ParallelConfig, ShapeConfig
+from megatron_calclip.config import Config, ModelConfig, ParallelConfig, ShapeConfig
 from megatron_calclip.errors import UserError
 from megatron_calclip.hf import character_tokenizer, load_hf_config, load_tokenizer
 from megatron_calclip.weights.mapping import ModelShape
@@ -120,7 +120,7 @@ def test_tokenizer_without_an_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_config_made_from_a_shape(architecture: Any) -> None:
     shape = ShapeConfig(architecture, num_layers=2, hidden_size=32, ffn_hidden_size=64, num_query_groups=2, head_dim=16)
-    config = load_hf_config(ModelConfig(shape=shape, max_sequence_length=48), ParallelConfig(), TOKENIZER)
+    config = load_hf_config(Config(model=ModelConfig(shape=shape, max_sequence_length=48)), TOKENIZER)
     assert config.model_type == architecture and config.max_position_embeddings == 48
     made = ModelShape.from_hf_config(config)
     assert (made.num_layers, made.hidden_size, made.ffn_size, made.num_heads) == (2, 32, 64, 4)
@@ -131,7 +131,9 @@ def test_config_made_from_a_shape(architecture: Any) -> None:
 @pytest.mark.parametrize("make", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_config_read_from_a_folder(tmp_path: Path, make: Any) -> None:
     make(**TINY).save_pretrained(tmp_path)
-    config = load_hf_config(ModelConfig(hf=str(tmp_path), max_sequence_length=64), ParallelConfig(tp=2), TOKENIZER)
+    config = load_hf_config(
+        Config(model=ModelConfig(hf=str(tmp_path), max_sequence_length=64), parallel=ParallelConfig(tp=2)), TOKENIZER
+    )
     assert config.to_dict()["hidden_size"] == 32
 
 
@@ -139,7 +141,8 @@ def refused(folder: Path, values: dict[str, Any] | str, *, parallel: ParallelCon
     text = values if isinstance(values, str) else json.dumps(values)
     (folder / "config.json").write_text(text)
     with pytest.raises(UserError) as caught:
-        load_hf_config(ModelConfig(hf=str(folder), max_sequence_length=64), parallel or ParallelConfig(), TOKENIZER)
+        model = ModelConfig(hf=str(folder), max_sequence_length=64)
+        load_hf_config(Config(model=model, parallel=parallel or ParallelConfig()), TOKENIZER)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -183,7 +186,7 @@ def test_config_that_is_no_configuration(tmp_path: Path, text: str) -> None:
 def test_folder_without_config(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"^model\.hf: .* has no config\.json"):
-            load_hf_config(ModelConfig(hf=str(folder)), ParallelConfig(), TOKENIZER)
+            load_hf_config(Config(model=ModelConfig(hf=str(folder))), TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,18 @@ def test_resuming_drops_rows_that_come_again_and_what_is_torn(tmp_path: Path) ->
 
 
 def test_fresh_start_in_a_used_folder_drops_all_rows(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    files = [tmp_path / name for name in ("metrics.jsonl", "samples.jsonl", "calibration.jsonl")]
+    for file in files:
+        file.write_text('{"step": 0}\n{"step": 1}\n')
     Tracker(make_config(tmp_path), active=True, first_step=0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert [file.read_text() for file in files] == ["", "", ""]
+
+
+def test_a_number_that_is_not_finite_is_null_at_any_depth(tmp_path: Path) -> None:
+    tracker = Tracker(make_config(tmp_path), active=True, first_step=0)
+    tracker.calibration({"step": 5, "report": {"alpha": math.nan, "kept": 1.5}, "table": [[math.inf, 2]]})
+    expected = {"step": 5, "report": {"alpha": None, "kept": 1.5}, "table": [[None, 2]]}
+    assert rows_of(tmp_path / "calibration.jsonl") == [expected]
 
 
 @pytest.mark.parametrize("below", ["file/run", "file"])
