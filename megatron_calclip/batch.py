@@ -155,6 +155,46 @@ class Trajectories:
             finished=torch.tensor(finished, dtype=torch.bool),
         )
 
+    def select(self, sequences: Tensor, *, groups: Sequence[int]) -> Trajectories:
+        """Some of the sequences.
+
+        Args:
+            sequences: int64 [n], in the order that they take.
+            groups: the groups that they belong to, which become 0, 1, ...
+        """
+        sizes, order = self.lengths.tolist(), sequences.tolist()
+        number = torch.zeros(int(self.groups.max()) + 1, dtype=torch.int64)
+        number[list(groups)] = torch.arange(len(groups))
+
+        def per_token(values: Tensor) -> Tensor:
+            parts = values.split(sizes)
+            return torch.cat([parts[index] for index in order])
+
+        return Trajectories(
+            tokens=per_token(self.tokens),
+            lengths=self.lengths[sequences],
+            response_mask=per_token(self.response_mask),
+            sampler_log_probs=per_token(self.sampler_log_probs),
+            groups=number[self.groups[sequences]],
+            sample_ids=self.sample_ids[sequences],
+            policy_versions=self.policy_versions[sequences],
+            finished=self.finished[sequences],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Trajectories], *, num_groups: Sequence[int]) -> Trajectories:
+        """Several batches as one.
+
+        Args:
+            parts: the batches.
+            num_groups: of each; its groups are numbered on from those before.
+        """
+        joined = {f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)}
+        sizes = torch.tensor([part.num_sequences for part in parts])
+        counts = torch.tensor(num_groups)
+        joined["groups"] = joined["groups"] + torch.repeat_interleave(counts.cumsum(0) - counts, sizes)
+        return cls(**joined)
+
     def responses(self) -> list[Tensor]:
         """For each sequence, int64 [length]: its tokens inside the response mask."""
         sizes = self.lengths.tolist()

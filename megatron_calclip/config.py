@@ -173,6 +173,9 @@ class RewardConfig:
     name: Text = "exact"
     """`exact` (the completion equals the answer), `scratchpad` (for that task), or the dotted path
     `package.module.function` of your own: called with (prompt: Prompt, completion: str), returns a float."""
+    overlong_buffer: PositiveInt | None = None
+    """DAPO's overlong shaping: over the last so many tokens before rollout.max_new_tokens the reward falls by up to
+    1; null: no such penalty. Not in evaluation."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -183,6 +186,16 @@ class AdvantageConfig:
     """group_norm: (reward - mean) / group std (GRPO); mean_only: no std (Dr.GRPO); leave_one_out: RLOO."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DynamicSamplingConfig:
+    """DAPO's dynamic sampling (`algorithm.dynamic_sampling`): groups of equal reward give way to other prompts."""
+
+    enabled: bool = False
+    """Drop groups without advantage, and sample new prompts until the batch is full."""
+    max_rounds: PositiveInt = 4
+    """Samplings for one step at most; what is then missing stays filled with groups of equal reward."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -225,6 +238,8 @@ class AlgorithmConfig:
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Whether groups of equal reward are replaced."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     """Clip range."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)

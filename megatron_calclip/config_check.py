@@ -166,6 +166,12 @@ def _check_training(config: Config) -> None:
         "rollout.top_p",
         "the learner's probabilities have no nucleus, so ratios would be biased; use 1.0",
     )
+    buffer, longest = config.reward.overlong_buffer, config.rollout.max_new_tokens
+    _check(
+        buffer is None or buffer <= longest,
+        "reward.overlong_buffer",
+        f"exceeds rollout.max_new_tokens = {longest}; lower it",
+    )
     _check(
         schedule.min_lr <= config.optimizer.lr,
         "schedule.min_lr",

@@ -192,7 +192,9 @@ def train_stream(config: Config, tokenizer: Any) -> PromptStream:
         UserError: when the source, or a prompt of it that the run will use, is unusable.
     """
     stream = _stream(config.data.train, tokenizer, config, where="data.train", held_out=False)
-    stream.check(config.train.num_steps * config.train.prompts_per_step)
+    dynamic = config.algorithm.dynamic_sampling
+    rounds = dynamic.max_rounds if dynamic.enabled else 1
+    stream.check(config.train.num_steps * config.train.prompts_per_step * rounds)
     return stream
 
 

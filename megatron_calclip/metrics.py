@@ -31,6 +31,7 @@ METRICS: dict[str, Metric] = {
     "reward/equal_groups": Metric(
         "share of groups whose rewards are all equal, so that they teach nothing", "mean over groups"
     ),
+    "rollout/dropped_groups": Metric("groups of equal reward that dynamic sampling replaced", "sum"),
     "response/mean_length": Metric("response tokens per sample", "mean over all samples"),
     "response/truncated": Metric("share of samples cut by the length limit", "mean over all samples"),
     "eval/score": Metric("mean reward on held-out prompts", "mean over all samples"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron_calclip.calibrating import CalibrationLoop
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_dict
 from megatron_calclip.data import eval_prompts, train_stream
+from megatron_calclip.experience import Experience, dynamic_sampling
 from megatron_calclip.hf import load_hf_config, load_tokenizer
 from megatron_calclip.learner import checkpoint
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
@@ -46,16 +46,6 @@ from megatron_calclip.warm_start import initial_weights
 ON_POLICY_TOLERANCE = 1e-3
 # Evaluation draws its random numbers under a step of its own, so that it repeats whenever it is run.
 _EVAL_SEED_STEP = 0
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What an RL step leaves to be logged."""
-
-    trajectories: Trajectories
-    rewards: torch.Tensor
-    updates: list[UpdateResult]
-    metrics: dict[str, float]
 
 
 class Trainer:
@@ -79,7 +69,9 @@ class Trainer:
         self.held_out = eval_prompts(config, self.tokenizer)
         self.reward = load_reward(config.reward)
         resume_from = checkpoint.find(self.run_dir, config.checkpoint.resume)
-        self.step = checkpoint.read_state(resume_from)["step"] if resume_from else 0
+        done = checkpoint.read_state(resume_from) if resume_from else {"step": 0, "position": 0}
+        self.step: int = done["step"]
+        self.position: int = done["position"]
         self.tracker = Tracker(config, active=runtime.rank == 0, first_step=self.step)
         source = initial_weights(config, self.hf_config, self.tokenizer, runtime, self.tracker.say)
         self.learner = Learner(
@@ -129,13 +121,9 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One RL step with its weight sync and, where due, evaluation and checkpoint; returns its row of metrics."""
         watch = Stopwatch()
-        with watch.stage("rollout"):
-            prompts = self.next_prompts()
-            trajectories = self.rollout(prompts)
-        with watch.stage("reward"):
-            texts = [self.decode(response) for response in trajectories.responses()]
-            rewards = self.score(prompts, trajectories, texts)
-        batch = self.with_advantages(trajectories, rewards)
+        experience, num_dropped = self.experience(watch)
+        trajectories = experience.trajectories
+        batch = self.with_advantages(trajectories, experience.rewards)
         with watch.stage("log_probs"):
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
             if self.step == 0:
@@ -153,8 +141,10 @@ class Trainer:
         self.step += 1
         with watch.stage("sync"):
             self.sync_weights()
-        self.log_samples(prompts, batch, texts)
+        self.log_samples(experience)
         row = self.metrics(batch, updates, bounds) | measured
+        if self.config.algorithm.dynamic_sampling.enabled:
+            row["rollout/dropped_groups"] = num_dropped
         if self.held_out and self.due(self.config.eval.every):
             with watch.stage("eval"):
                 row |= self.evaluate()
@@ -168,20 +158,33 @@ class Trainer:
 
     # The stages, in order.
 
-    def next_prompts(self) -> list[Prompt]:
-        """The step's prompts."""
-        count = self.config.train.prompts_per_step
-        return self.prompts.take(self.step * count, count)
+    def experience(self, watch: Stopwatch) -> tuple[Experience, int]:
+        """The step's scored completions, and how many groups dynamic sampling has dropped for them."""
+        num_prompts, dynamic = self.config.train.prompts_per_step, self.config.algorithm.dynamic_sampling
 
-    def rollout(self, prompts: list[Prompt]) -> Trajectories:
-        """Sample `train.samples_per_prompt` completions of each prompt."""
-        rollout = self.config.rollout
-        return self.sample(
-            prompts,
-            samples_per_prompt=self.config.train.samples_per_prompt,
-            temperature=rollout.temperature,
-            seed_step=self.step + 1,
-        )
+        def sample(count: int) -> Experience:
+            with watch.stage("rollout"):
+                prompts = self.next_prompts(count)
+                trajectories = self.sample(
+                    prompts,
+                    samples_per_prompt=self.config.train.samples_per_prompt,
+                    temperature=self.config.rollout.temperature,
+                    seed_step=self.step + 1,
+                )
+            with watch.stage("reward"):
+                experience = self.scored(prompts, trajectories)
+                buffer, longest = self.config.reward.overlong_buffer, self.config.rollout.max_new_tokens
+                return experience if buffer is None else experience.with_overlong_penalty(longest, buffer=buffer)
+
+        if not dynamic.enabled:
+            return sample(num_prompts), 0
+        return dynamic_sampling(sample, num_prompts=num_prompts, max_rounds=dynamic.max_rounds)
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """So many prompts from where the run stands in its data."""
+        prompts = self.prompts.take(self.position, count)
+        self.position += count
+        return prompts
 
     def sample(
         self, prompts: list[Prompt], *, samples_per_prompt: int, temperature: float, seed_step: int
@@ -207,10 +210,12 @@ class Trainer:
         """Text of a response."""
         return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
-    def score(self, prompts: list[Prompt], trajectories: Trajectories, texts: list[str]) -> torch.Tensor:
-        """Rewards [N]."""
+    def scored(self, prompts: list[Prompt], trajectories: Trajectories) -> Experience:
+        """Completions with their rewards."""
+        texts = [self.decode(response) for response in trajectories.responses()]
         groups = trajectories.groups.tolist()
-        return torch.tensor([self.reward(prompts[g], text) for g, text in zip(groups, texts, strict=True)])
+        rewards = torch.tensor([self.reward(prompts[g], text) for g, text in zip(groups, texts, strict=True)])
+        return Experience(prompts, trajectories, texts, rewards)
 
     def with_advantages(self, trajectories: Trajectories, rewards: torch.Tensor) -> TrainingBatch:
         """Group-relative advantages, repeated over each response's tokens."""
@@ -291,8 +296,7 @@ class Trainer:
             temperature=settings.temperature,
             seed_step=_EVAL_SEED_STEP,
         )
-        texts = [self.decode(response) for response in trajectories.responses()]
-        scores = self.score(self.held_out, trajectories, texts).view(len(self.held_out), -1).mean(1)
+        scores = self.scored(self.held_out, trajectories).rewards.view(len(self.held_out), -1).mean(1)
         stderr = float(scores.std()) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
         return {"eval/score": float(scores.mean()), "eval/stderr": stderr}
 
@@ -335,18 +339,19 @@ class Trainer:
         )
         return row | reduced.finalize()
 
-    def log_samples(self, prompts: list[Prompt], batch: TrainingBatch, texts: list[str]) -> None:
+    def log_samples(self, experience: Experience) -> None:
         """A few completions with their rewards, spread over the step's prompts."""
+        prompts, trajectories, texts = experience.prompts, experience.trajectories, experience.texts
         count = min(self.config.tracking.samples_per_step, len(texts))
         chosen = [index * len(texts) // count for index in range(count)]
-        groups, rewards = batch.trajectories.groups.tolist(), batch.rewards.tolist()
+        groups, rewards = trajectories.groups.tolist(), experience.rewards.tolist()
         rows: list[dict[str, Any]] = [
             {
                 "prompt": prompts[groups[i]].text,
                 "completion": texts[i],
                 "answer": prompts[groups[i]].answer,
                 "reward": rewards[i],
-                "finished": bool(batch.trajectories.finished[i]),
+                "finished": bool(trajectories.finished[i]),
             }
             for i in chosen
         ]
@@ -355,7 +360,11 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint after the present step."""
         state, tensors = self.calibration.state_dict()
-        state |= {"config": config_to_dict(self.config), "version": megatron_calclip.__version__}
+        state |= {
+            "position": self.position,
+            "config": config_to_dict(self.config),
+            "version": megatron_calclip.__version__,
+        }
         checkpoint.save(
             self.run_dir,
             self.step,

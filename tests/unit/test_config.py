@@ -369,6 +369,12 @@ def test_a_shape_from_a_model_folder_is_named_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "word", "precision", "other"),
     [
+        (
+            "reward.overlong_buffer",
+            "lower it",
+            {},
+            {"rollout": {"max_new_tokens": 4}, "reward": {"overlong_buffer": 5}},
+        ),
         ("precision.fp8_param", "recipe", {"recipe": "bf16", "fp8_param": True}, {}),
         ("precision.output_layer", "recipe", {"recipe": "bf16", "output_layer": True}, {}),
         ("precision.fp8_param", "bf16", {"fp8_param": True, "params_dtype": "fp32"}, {}),
@@ -393,7 +399,7 @@ def test_a_shape_from_a_model_folder_is_named_so() -> None:
         ),
     ],
 )
-def test_precision_that_no_backend_can_do(
+def test_settings_that_do_not_go_together(
     setting: str, word: str, precision: dict[str, Any], other: dict[str, Any]
 ) -> None:
     error = error_of(valid(precision={"recipe": "tensorwise"} | precision, **other), world_size=2)
