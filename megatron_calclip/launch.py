@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_calclip.config_file import config_to_yaml, launch_world_size, load_config
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if _rank() == 0:
             print(config_to_yaml(config), end="")
         return
+    if (error := wrong_apex()) is not None:
+        _exit(error)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     # Heavy imports only now: a wrong configuration is reported at once.
     from megatron_calclip.learner import cpu, runtime
@@ -58,6 +62,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if launch_world_size() > 1:
             time.sleep(WAIT_SECONDS)
         raise
+
+
+def wrong_apex() -> UserError | None:
+    """PyPI's `apex`, which is not NVIDIA's and which Megatron would stumble over: found without importing it."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None or any(
+        Path(place, "multi_tensor_apply").is_dir() for place in spec.submodule_search_locations or ()
+    ):
+        return None
+    return UserError(
+        "apex",
+        "the package of this name that is installed is not NVIDIA's; pip uninstall apex (NVIDIA's is optional and not "
+        "on PyPI)",
+    )
 
 
 def _rank() -> int:
