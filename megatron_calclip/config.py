@@ -89,6 +89,9 @@ class ModelConfig:
     """Folder with a Hugging Face model (config.json, *.safetensors); exactly one of hf and shape is given."""
     shape: ShapeConfig | None = None
     """Shape of a model with random weights."""
+    init: Literal["default", "scaled"] = "default"
+    """Random weights of `shape`. default: transformers' own; scaled: by the number of inputs and layers, from which
+    deep and narrow models learn in fewer steps."""
     tokenizer: Text | None = None
     """Folder or hub name of a HF tokenizer, or `characters`; default: the one beside model.hf."""
     characters: str = "0123456789+-*=() "
@@ -161,7 +164,11 @@ class RolloutConfig:
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass for evaluation; training needs 1, because the learner's distribution has no nucleus."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Precision of the engine's weights and activations."""
+    """Precision of the engine's weights and activations, where they are not in FP8."""
+    precision: Literal["bf16", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] = "bf16"
+    """FP8 scheme of the decoder's linears, weights and inputs (vLLM's names; emulated by `local`); bf16: none."""
+    canary_prompts: Annotated[Int, Field(ge=0, le=64)] = 4
+    """Prompts that sampler and learner both score after every weight sync, to see that they agree; 0: none."""
     max_batch_size: PositiveInt = 256
     """Most completions that one engine decodes at once."""
 

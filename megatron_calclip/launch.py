@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if _rank() == 0:
             print(config_to_yaml(config), end="")
         return
-    if (error := wrong_apex()) is not None:
-        _exit(error)
+    if (problem := wrong_apex()) is not None:
+        _exit(problem)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     # Heavy imports only now: a wrong configuration is reported at once.
     from megatron_calclip.learner import cpu, runtime

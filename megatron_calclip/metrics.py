@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     "throughput/tokens_per_s": Metric(
         "tokens (prompts included) per second of the whole step", "global tokens / rank 0 seconds"
     ),
+    "canary/mean_abs_dlogp": Metric(
+        "|log pi_sampler - log pi_learner| of the canary's tokens after the weight sync, nats", "max over engines"
+    ),
     "timing/rollout": Metric("seconds of sampling", "rank 0"),
     "timing/reward": Metric("seconds of scoring", "rank 0"),
     "timing/log_probs": Metric("seconds of old (and reference) log-probabilities", "rank 0"),
@@ -104,6 +107,10 @@ METRICS: dict[str, Metric] = {
     "clip_fp8/high": Metric("share of A > 0 tokens that FP8 clips at the bounds in force", _PAIRED),
     "clip_bf16/low": Metric("share of A < 0 tokens that BF16 clips at the reference", _PAIRED),
     "clip_bf16/high": Metric("share of A > 0 tokens that BF16 clips at the reference", _PAIRED),
+    "clip_fp8/num_low": Metric("the tokens of clip_fp8/low", "sum"),
+    "clip_fp8/num_high": Metric("the tokens of clip_fp8/high", "sum"),
+    "clip_bf16/num_low": Metric("the tokens of clip_bf16/low", "sum"),
+    "clip_bf16/num_high": Metric("the tokens of clip_bf16/high", "sum"),
     "overclip/low": Metric("clip_fp8/low over clip_bf16/low; 1 is no over-clipping", _PAIRED),
     "overclip/high": Metric("clip_fp8/high over clip_bf16/high", _PAIRED),
     "false_clip/low": Metric("P(FP8 clips | BF16 keeps), A < 0", _PAIRED),

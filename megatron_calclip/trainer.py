@@ -38,6 +38,7 @@ from megatron_calclip.precision.backend import remarks
 from megatron_calclip.rewards import load_reward
 from megatron_calclip.rollout.collect import collect
 from megatron_calclip.rollout.local import LocalEngine
+from megatron_calclip.rollout.sync import Canary, WeightSync
 from megatron_calclip.tracking import Tracker, profiled
 from megatron_calclip.warm_start import initial_weights
 
@@ -96,9 +97,19 @@ class Trainer:
             self.hf_config,
             device=runtime.device,
             dtype=DTYPES[config.rollout.dtype],
+            precision=config.rollout.precision,
             max_batch_size=config.rollout.max_batch_size,
         )
-        self.sync_weights()
+        # BF16 weights in an FP32 engine are the same numbers; they need not travel as FP32.
+        fp32 = config.rollout.dtype == config.precision.params_dtype == "fp32"
+        count = max(config.rollout.canary_prompts, runtime.dp_size) if config.rollout.canary_prompts else 0
+        self.sync_weights = WeightSync(
+            self.learner,
+            self.engine,
+            dtype=torch.float32 if fp32 else torch.bfloat16,
+            canary=Canary.of_prompts(self.prompts.take(0, count)),
+        )
+        self.sync_weights(self.step)
 
     def run(self) -> None:
         """Train until `train.num_steps`, evaluate, save, and print a summary."""
@@ -140,9 +151,9 @@ class Trainer:
             updates, measured = self.update(prepared, batch, bounds)
         self.step += 1
         with watch.stage("sync"):
-            self.sync_weights()
+            canary = self.sync_weights(self.step)
         self.log_samples(experience)
-        row = self.metrics(batch, updates, bounds) | measured
+        row = self.metrics(batch, updates, bounds) | measured | canary
         if self.config.algorithm.dynamic_sampling.enabled:
             row["rollout/dropped_groups"] = num_dropped
         if self.held_out and self.due(self.config.eval.every):
@@ -282,10 +293,6 @@ class Trainer:
         )
         own = sums if self.runtime.reports_tokens else torch.zeros_like(sums)
         return search_bounds(self.runtime.sum_over_world(own).cpu(), settings=settings)
-
-    def sync_weights(self) -> None:
-        """Hand the learner's weights to the rollout engine."""
-        self.engine.load_weights(self.learner.stream_hf(), policy_version=self.step)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward on the held-out prompts, with its standard error over prompts."""

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from megatron_calclip.config import PrecisionConfig
 from megatron_calclip.precision.linear import Backend, Fp8Gemms, WeightCodes
-from megatron_calclip.precision.quantize import update_delayed_scaling
 from megatron_calclip.precision.recipes import Recipe, resolve
+from megatron_calclip.precision.scaling import update_delayed_scaling
 from megatron_calclip.precision.shadow import MasterWeight
 
 

@@ -5,7 +5,8 @@
     dW = dy^T x      contracts M (tokens)     dy and x quantised along M
 
 Each operand is quantised from its BF16 source along the dimension that its GEMM contracts, as the recipes demand;
-where one scale covers the whole tensor the same codes serve both of its GEMMs.
+where one scale covers the whole tensor the same codes serve both of its GEMMs. A pass without gradients (log-probs,
+the first pass of recomputation) makes the forward's copies only.
 
 The `emulated` backend multiplies the exact code values. Scales that are powers of two go into the operands, which
 stay exact in BF16; any other scale is applied to the FP32 result. Accumulation is FP32, in the order of the
@@ -27,23 +28,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_calclip.precision.quantize import (
-    E4M3,
-    BlockScaling,
-    DelayedScaling,
-    Quantized,
-    ReduceAmax,
-    RowScaling,
-    Scaling,
-    fake_quantize,
-    fake_quantize_both,
-    quantize,
-    quantize_dequantize,
-    quantize_dequantize_both,
-)
+from megatron_calclip.precision.quantize import E4M3, emulate, quantize
 from megatron_calclip.precision.recipes import Recipe
+from megatron_calclip.precision.scaling import BlockScaling, DelayedScaling, ReduceAmax, RowScaling, Scaling
 
 Backend = Literal["emulated", "scaled_mm"]
+Kind = Literal["input", "weight", "gradient"]
 
 # cuBLAS multiplies FP8 only along contracted dimensions that are multiples of this.
 _SCALED_MM_MULTIPLE = 16
@@ -58,11 +48,6 @@ class Operand:
     scale: Tensor | None
     """float32 [1, 1] or [rows, 1] inverse scales for the result; None when they are in the values."""
 
-    def transposed(self) -> Operand:
-        """The same codes for a GEMM over the other dimension; needs one scale for all."""
-        assert self.scale is None or self.scale.numel() == 1
-        return replace(self, values=self.values.t())
-
     def times(self, factor: Tensor) -> Operand:
         """The values times powers of two that broadcast to them: exact, in the values' own dtype."""
         return replace(self, values=self.values * factor.to(self.values.dtype))
@@ -70,10 +55,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class WeightCodes:
-    """FP8 weights held between steps (`precision.fp8_param`): what the forward and the backward GEMM take."""
+    """An FP8 weight [N, K], for one pass or held between steps (`precision.fp8_param`)."""
 
     forward: Operand
-    backward: Operand
+    """Along K."""
+    backward: Operand | None
+    """Along N, for the input's gradient; None without gradients."""
 
 
 @contextlib.contextmanager
@@ -167,6 +154,7 @@ class Fp8Gemms(nn.Module):
         self.recipe, self.backend = recipe, backend
         self.input_sharded, self.output_sharded = input_sharded, output_sharded
         self.reduce_amax = reduce_amax if recipe.reduces_amax else None
+        self.channel_outlier: Tensor | None
         self.register_buffer("channel_outlier", None, persistent=False)
         self.first_token_outlier = 1.0
         if recipe.delayed is not None:
@@ -174,116 +162,91 @@ class Fp8Gemms(nn.Module):
             self.weight_scaling = recipe.delayed_scaling(E4M3)
             self.gradient_scaling = recipe.delayed_scaling(recipe.gradient_dtype)
 
-    def scaling(self, operand: Literal["input", "weight", "gradient"]) -> Scaling:
+    def scaling(self, kind: Kind) -> Scaling:
         """The rule of an operand."""
         if self.recipe.delayed is not None:
-            state: DelayedScaling = getattr(self, f"{operand}_scaling")
+            state: DelayedScaling = getattr(self, f"{kind}_scaling")
             return state
         rules = {"input": self.recipe.activation, "weight": self.recipe.weight, "gradient": self.recipe.gradient}
-        rule = rules[operand]
+        rule = rules[kind]
         assert rule is not None
         return rule
 
-    def operand(self, x: Tensor, scaling: Scaling, dtype: torch.dtype, *, dim: int, sharded: bool) -> Operand:
-        """Quantise a matrix for the GEMM that contracts `dim` (-1 or 0), which becomes the last dimension.
+    def _reduction(self, dim: int, sharded_dim: int | None) -> ReduceAmax | None:
+        """How amaxes are reduced: where tiles cross shards, as one scale a tensor does, and a row that the shard cuts."""
+        cut = self.recipe.per_tensor or (isinstance(self.recipe.activation, RowScaling) and dim == sharded_dim)
+        return self.reduce_amax if cut and sharded_dim is not None else None
+
+    def _operands(
+        self, x: Tensor, kind: Kind, *, sharded_dim: int | None, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """Quantise a matrix for the GEMM over its last dimension and, with `both`, for the one over its first.
 
         Args:
             x: [rows, columns] BF16 or FP32.
-            scaling: its rule.
-            dtype: FP8 format.
-            dim: contracted dimension.
-            sharded: whether tensor parallelism cuts what one scale covers, so that its amax may need reducing.
+            kind: what it is.
+            sharded_dim: the dimension that tensor parallelism cuts, -1 or 0; None if it is whole.
+            both: whether the second operand is wanted, in which the first dimension becomes the last.
         """
-        reduce_amax = self.reduce_amax if sharded else None
-
-        def turn(values: Tensor) -> Tensor:
-            return values if dim == -1 else values.t()
-
+        scaling, dtype = self.scaling(kind), self.recipe.gradient_dtype if kind == "gradient" else E4M3
+        same_codes = self.recipe.per_tensor or (kind == "weight" and isinstance(scaling, BlockScaling))
+        dims = {dim: self._reduction(dim, sharded_dim) for dim in ((-1, 0) if both and not same_codes else (-1,))}
+        # Powers of two go into BF16 values exactly. FP32 scales of blocks vary along the contracted dimension.
+        in_values = self.backend == "emulated" and (scaling.power_of_two or isinstance(scaling, BlockScaling))
         if self.backend == "scaled_mm":
-            result = quantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax)
-            return Operand(turn(result.codes), turn(result.inverse_scale))
-        if scaling.power_of_two:  # code times scale is exact in BF16
-            exact = quantize_dequantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax)
-            return Operand(turn(exact), None)
-        if isinstance(scaling, BlockScaling):  # FP32 scales that vary along the contracted dimension
-            exact = quantize_dequantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax, out_dtype=torch.float32)
-            return Operand(turn(exact), None)
-        fake: Quantized = fake_quantize(x, scaling, dtype, dim=dim, reduce_amax=reduce_amax)
-        return Operand(turn(fake.codes), turn(fake.inverse_scale))
+            results = [quantize(x, scaling, dtype, dim=dim, reduce_amax=reduce) for dim, reduce in dims.items()]
+        else:
+            out_dtype = torch.float32 if in_values and not scaling.power_of_two else torch.bfloat16
+            results = emulate(x, scaling, dtype, dims, out_dtype=out_dtype, dequantize=in_values)
+        values, scales = ([q.codes for q in results], [None if in_values else q.inverse_scale for q in results])
+        last = Operand(values[0], scales[0])
+        if not both:
+            return last, None
+        return last, Operand(values[-1].t(), None if scales[-1] is None else scales[-1].t())
 
-    def _reducible(self, dim: int, sharded_dim: int | None) -> bool:
-        """Whether a scale's tile crosses shards: always for one scale a tensor, for rows when the shard cuts along them."""
-        if sharded_dim is None:
-            return False
-        return self.recipe.per_tensor or (isinstance(self.recipe.activation, RowScaling) and dim == sharded_dim)
-
-    def _pair(
-        self, x: Tensor, kind: Literal["input", "weight", "gradient"], dtype: torch.dtype, sharded_dim: int | None
-    ) -> tuple[Operand, Operand]:
-        """An operand for the GEMM over its last dimension and for the one over its first."""
-        scaling = self.scaling(kind)
-        if self.recipe.per_tensor or (kind == "weight" and isinstance(scaling, BlockScaling)):
-            last = self.operand(x, scaling, dtype, dim=-1, sharded=self._reducible(-1, sharded_dim))
-            return last, replace(last, values=last.values.t())
-        if self.backend == "scaled_mm":
-            return (
-                self.operand(x, scaling, dtype, dim=-1, sharded=self._reducible(-1, sharded_dim)),
-                self.operand(x, scaling, dtype, dim=0, sharded=self._reducible(0, sharded_dim)),
-            )
-        return self._emulated_both(x, scaling, dtype, sharded_dim)
-
-    def _emulated_both(
-        self, x: Tensor, scaling: Scaling, dtype: torch.dtype, sharded_dim: int | None
-    ) -> tuple[Operand, Operand]:
-        """Both copies from one pass over the source."""
-        last, first = (self.reduce_amax if self._reducible(dim, sharded_dim) else None for dim in (-1, 0))
-        reduce = (last, first)
-        if scaling.power_of_two or isinstance(scaling, BlockScaling):
-            a, b = quantize_dequantize_both(
-                x,
-                scaling,
-                dtype,
-                reduce_amax=reduce,
-                out_dtype=torch.bfloat16 if scaling.power_of_two else torch.float32,
-            )
-            return Operand(a, None), Operand(b.t(), None)
-        rows, columns = fake_quantize_both(x, scaling, dtype, reduce_amax=reduce)
-        return Operand(rows.codes, rows.inverse_scale), Operand(columns.codes.t(), columns.inverse_scale.t())
-
-    def quantize_weight(self, weight: Tensor) -> WeightCodes:
-        """Both copies of a weight [N, K]: along K for the forward GEMM, along N for the input's gradient."""
+    def quantize_weight(self, weight: Tensor, *, both: bool = True) -> WeightCodes:
+        """Codes of a weight [N, K]: along K for the forward GEMM and, with `both`, along N for the input's gradient."""
         sharded_dim = -1 if self.input_sharded else 0 if self.output_sharded else None
-        if self.channel_outlier is None:
-            return WeightCodes(*self._pair(weight, "weight", E4M3, sharded_dim))
         factor = self.channel_outlier
-        forward, backward = self._pair(weight / factor.to(weight.dtype), "weight", E4M3, sharded_dim)
-        return WeightCodes(forward.times(factor), backward.times(factor[:, None]))
+        scaled = weight if factor is None else weight / factor.to(weight.dtype)
+        forward, backward = self._operands(scaled, "weight", sharded_dim=sharded_dim, both=both)
+        if factor is None:
+            return WeightCodes(forward, backward)
+        return WeightCodes(forward.times(factor), backward and backward.times(factor.t()))
 
-    def quantize_input(self, x: Tensor, first_tokens: Tensor | None = None) -> tuple[Operand, Operand]:
-        """Both copies of an input [M, K]: along K for the forward GEMM, along M for the weight's gradient.
+    def quantize_input(
+        self, x: Tensor, first_tokens: Tensor | None = None, *, both: bool = True
+    ) -> tuple[Operand, Operand | None]:
+        """Operands of an input [M, K]: along K for the forward GEMM and, with `both`, along M for the weight's gradient.
 
         Dialled-in outliers are multiplied in before quantising and divided out of the codes: powers of two, so exact.
         """
         sharded_dim = -1 if self.input_sharded else None
-        factor: Tensor | None = None
-        if self.channel_outlier is not None:
-            factor = self.channel_outlier.to(x.dtype).expand_as(x)
-        if first_tokens is not None and self.first_token_outlier != 1.0:
-            factor = torch.ones_like(x[:, :1]).index_fill_(0, first_tokens, self.first_token_outlier).expand_as(x)
+        factor = self._outliers(x, first_tokens)
         if factor is None:
-            return self._pair(x, "input", E4M3, sharded_dim)
-        along_inputs, along_tokens = self._pair(x * factor, "input", E4M3, sharded_dim)
-        return along_inputs.times(1 / factor), along_tokens.times(1 / factor.t())
+            return self._operands(x, "input", sharded_dim=sharded_dim, both=both)
+        forward, backward = self._operands(x * factor, "input", sharded_dim=sharded_dim, both=both)
+        return forward.times(1 / factor), backward and backward.times(1 / factor.t())
+
+    def quantize_gradient(self, dy: Tensor) -> tuple[Operand, Operand]:
+        """Operands of a gradient [M, N]: along N for the input's gradient, along M for the weight's."""
+        sharded_dim = -1 if self.output_sharded else None
+        along_outputs, along_tokens = self._operands(dy, "gradient", sharded_dim=sharded_dim, both=True)
+        assert along_tokens is not None
+        return along_outputs, along_tokens
 
     def dial_channel(self, channel: int, num_inputs: int, *, device: torch.device) -> None:
         """Multiply one input channel by the recipe's `channel_outlier`, for the quantiser alone."""
-        outlier = torch.ones(num_inputs, device=device)
-        outlier[channel % num_inputs] = self.recipe.emulation.channel_outlier
-        self.channel_outlier = outlier
+        self.channel_outlier = torch.ones(1, num_inputs, device=device)
+        self.channel_outlier[:, channel % num_inputs] = self.recipe.emulation.channel_outlier
 
-    def quantize_gradient(self, dy: Tensor) -> tuple[Operand, Operand]:
-        """Both copies of a gradient [M, N]: along N for the input's gradient, along M for the weight's."""
-        return self._pair(dy, "gradient", self.recipe.gradient_dtype, -1 if self.output_sharded else None)
+    def _outliers(self, x: Tensor, first_tokens: Tensor | None) -> Tensor | None:
+        """Dialled-in factors that broadcast to an input [M, K], in its dtype; None where nothing is dialled in."""
+        factor = None if self.channel_outlier is None else self.channel_outlier.to(x.dtype)
+        if first_tokens is None or self.first_token_outlier == 1.0:
+            return factor
+        rows = torch.ones_like(x[:, :1]).index_fill_(0, first_tokens, self.first_token_outlier)
+        return rows if factor is None else rows * factor
 
     def forward(
         self, x: Tensor, weight: Tensor, codes: WeightCodes | None = None, *, first_tokens: Tensor | None = None
@@ -299,7 +262,13 @@ class Fp8Gemms(nn.Module):
         Returns:
             [..., N] in the dtype of x.
         """
-        y: Tensor = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, self, codes, first_tokens)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            y: Tensor = _Fp8Linear.apply(rows, weight, self, codes, first_tokens)
+        else:
+            codes = codes or self.quantize_weight(weight, both=False)
+            along_inputs, _ = self.quantize_input(rows, first_tokens, both=False)
+            y = gemm(along_inputs, codes.forward, dtype=x.dtype, backend=self.backend)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -317,6 +286,7 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         codes = codes or gemms.quantize_weight(weight)
         along_inputs, along_tokens = gemms.quantize_input(x, first_tokens)
+        assert codes.backward is not None and along_tokens is not None
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype)
         ctx.scales = codes.backward.scale, along_tokens.scale
         ctx.save_for_backward(codes.backward.values, along_tokens.values)

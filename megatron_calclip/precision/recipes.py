@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from megatron_calclip.config import EmulationConfig, PrecisionConfig
-from megatron_calclip.precision.quantize import (
-    E4M3,
-    E5M2,
+from megatron_calclip.precision.quantize import E4M3, E5M2
+from megatron_calclip.precision.scaling import (
     BlockScaling,
     DelayedScaling,
     MXScaling,

@@ -43,6 +43,16 @@ class Health:
     """One line: why it is not ready, or which policy version it serves."""
 
 
+@dataclass(frozen=True)
+class WeightsReceipt:
+    """What an engine holds after a weight sync."""
+
+    policy_version: int
+    """Version of the weights."""
+    fingerprints: dict[str, int]
+    """For each HF name that was sent, the fingerprint (`rollout.fingerprint`) of the tensor that is held now."""
+
+
 class RolloutEngine(Protocol):
     """Draws completions from the newest complete weights that it was given."""
 
@@ -68,7 +78,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> None:
+    def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
         """Replace all weights. Until the whole stream has arrived and fits, the engine refuses to generate.
 
         Args:
@@ -76,8 +86,27 @@ class RolloutEngine(Protocol):
                 be left out.
             policy_version: stored with every completion drawn from these weights.
 
+        Returns:
+            what the engine holds now; the sender compares it with what was sent.
+
         Raises:
             ValueError: for a name that is unknown or missing, a wrong shape, or tensors that contradict.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
+        """Log-probabilities of given tokens under the loaded weights, computed as `generate` would.
+
+        Args:
+            sequences: token ids; each sequence has at least one and fits into the context.
+            temperature: divides the logits, above 0.
+
+        Returns:
+            For each sequence float32 [length] on the CPU: the log-probability of each token given those
+            before it, 0 for the first, which has none.
+
+        Raises:
+            ValueError: when no complete weights are loaded, or for a sequence that `generate` would refuse.
         """
         ...
 

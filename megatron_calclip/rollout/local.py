@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from megatron_calclip.batch import Completion, SamplingParams
-from megatron_calclip.rollout.engine import Health, Request
+from megatron_calclip.rollout import fp8
+from megatron_calclip.rollout.counter_random import GOLDEN_GAMMA, signed, splitmix64
+from megatron_calclip.rollout.engine import Health, Request, WeightsReceipt
+from megatron_calclip.rollout.fingerprint import fingerprint
 
 _COMPACTION_SHARE = 1 / 8
 """The batch is compacted when this share of it is finished. Compacting copies the cache of the other rows,
@@ -40,45 +43,18 @@ _PROBABILITY_UNIT = 2.0**-52
 """Probabilities are counted in this unit, far below FP32's rounding; a row's sum is exact in float64 too."""
 
 
-def _signed(value: int) -> int:
-    """The int64 that has the same 64 bits as `value` modulo 2^64."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
-"""2^64 divided by the golden ratio: the step of SplitMix64's counter."""
-
-
-def _splitmix64(state: Tensor) -> Tensor:
-    """First output of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) from each int64 state.
-
-    Output n (from 0) of a generator at `state` is `_splitmix64(state + n * _GOLDEN_GAMMA)`: every position
-    can be reached without those before it. Sums and products of int64 wrap around, modulo 2^64 as needed.
-    """
-
-    def xor_shift(z: Tensor, bits: int) -> Tensor:
-        shifted_in_zeros = (1 << (64 - bits)) - 1  # int64 shifts bring in the sign
-        return z ^ ((z >> bits) & shifted_in_zeros)
-
-    z = state + _GOLDEN_GAMMA
-    z = xor_shift(z, 30) * _signed(0xBF58476D1CE4E5B9)
-    z = xor_shift(z, 27) * _signed(0x94D049BB133111EB)
-    return xor_shift(z, 31)
-
-
 def _random_keys(requests: Sequence[Request], device: torch.device) -> Tensor:
     """int64 [N]: the generator state of each request, hashed from seed, step and sample id."""
     words = torch.tensor([(*request.seed_key, request.sample_id) for request in requests], device=device)
     key = torch.zeros(len(requests), dtype=torch.int64, device=device)
     for word in words.unbind(1):
-        key = _splitmix64(key + word)
+        key = splitmix64(key + word)
     return key
 
 
 def _uniform(keys: Tensor, position: int) -> Tensor:
     """float64 [N], strictly between 0 and 1: each key's random number for one token position."""
-    bits = (_splitmix64(keys + _signed(position * _GOLDEN_GAMMA)) >> 12) & ((1 << 52) - 1)
+    bits = (splitmix64(keys + signed(position * GOLDEN_GAMMA)) >> 12) & ((1 << 52) - 1)
     return (2 * bits + 1).to(torch.float64) * 2.0**-53
 
 
@@ -175,6 +151,7 @@ class LocalEngine:
         hf_config: the model's transformers configuration: dense, full attention in every layer. It is copied.
         device: where the model lives.
         dtype: of weights and activations, torch.float32 or torch.bfloat16. Log-probabilities are always FP32.
+        precision: `bf16` computes in `dtype` throughout; an FP8 scheme quantises the decoder's linears (`rollout.fp8`).
         max_batch_size: most completions decoded at once; more requests are served in several batches.
 
     Raises:
@@ -187,6 +164,7 @@ class LocalEngine:
         *,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
+        precision: Literal["bf16"] | fp8.Scheme = "bf16",
         max_batch_size: int = 256,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
@@ -203,6 +181,9 @@ class LocalEngine:
         # The initial values get overwritten: do not spend the caller's random numbers on them.
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(self._config, dtype=dtype)
+        self._fp8 = precision != "bf16"
+        if precision != "bf16":
+            fp8.convert(model, precision)
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._device = torch.device(device)
         self._dtype = dtype
@@ -228,7 +209,7 @@ class LocalEngine:
         self._model, self._policy_version, self._not_ready = None, None, "it is closed"
 
     @torch.no_grad()
-    def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> None:
+    def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
         """Copy a complete set of HF-named tensors into the model, cast to its dtype.
 
         After an error the engine holds a mixture of weights and refuses to generate until a complete load.
@@ -236,6 +217,9 @@ class LocalEngine:
         Args:
             stream: (HF name, tensor) pairs; of tied weights one name is enough.
             policy_version: stored with every completion drawn from these weights.
+
+        Returns:
+            the policy version, and the fingerprint of each tensor in the dtype that it came in.
 
         Raises:
             ValueError: for an unknown or missing name, a wrong shape, a second tensor for the same parameter
@@ -247,6 +231,7 @@ class LocalEngine:
         self._not_ready = f"loading the weights of policy version {policy_version} did not complete"
         parameters: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         loaded: dict[int, str] = {}  # id of a parameter, which tied names share -> the name that set it
+        dtypes: dict[str, torch.dtype] = {}
         for name, tensor in stream:
             parameter = parameters.get(name)
             if parameter is None:
@@ -254,6 +239,7 @@ class LocalEngine:
             if tensor.shape != parameter.shape:
                 shapes = f"{tuple(tensor.shape)} instead of {tuple(parameter.shape)}"
                 raise ValueError(f"weight {name!r} has shape {shapes}")
+            dtypes[name] = tensor.dtype
             if id(parameter) not in loaded:
                 parameter.copy_(tensor)
                 loaded[id(parameter)] = name
@@ -262,7 +248,11 @@ class LocalEngine:
         missing = [name for name, parameter in parameters.items() if id(parameter) not in loaded]
         if missing:
             raise ValueError(f"{len(missing)} weights are missing from the stream, {missing[0]!r} first")
+        if self._fp8:
+            fp8.quantize_weights(self._model)
         self._policy_version = policy_version
+        # Of what the model holds now, as it came.
+        return WeightsReceipt(policy_version, {name: fingerprint(parameters[name].to(dtypes[name])) for name in dtypes})
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:

@@ -35,7 +35,8 @@ def check_histories(root: Path) -> None:
 
 def check_weights(root: Path) -> None:
     """Which weights live in FP8, and where their values come from."""
-    precision_shadow.check_other_weights()
+    precision_shadow.check_reference(root, "tensorwise", "DP2 overlap")
+    precision_shadow.check_reference(root, "rowwise", "TP2")
     precision_shadow.check_checkpoint(root, saved="TP2", loaded="TP2")
     precision_shadow.check_checkpoint(root, saved="TP2", loaded="DP2")
     precision_shadow.check_edge_layers()

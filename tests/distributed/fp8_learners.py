@@ -189,7 +189,9 @@ class NoTokenizer:
 
 def save(training: Training, run_dir: Path) -> Path:
     """A checkpoint of the learner, the same folder on all ranks."""
-    return checkpoint.save(run_dir, 1, training.learner, tokenizer=NoTokenizer(), state={}, tensors={}, keep=1)
+    return checkpoint.save(
+        run_dir, 1, training.learner, tokenizer=NoTokenizer(), state={"position": 0}, tensors={}, keep=1
+    )
 
 
 def whole_masters(training: Training) -> dict[int, Tensor]:

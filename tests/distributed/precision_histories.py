@@ -13,7 +13,7 @@ from fp8_learners import Training, check, precision_config, same, save, started,
 from torch import Tensor
 
 from megatron_calclip.learner import checkpoint
-from megatron_calclip.precision.quantize import DelayedScaling
+from megatron_calclip.precision.scaling import DelayedScaling
 
 HISTORY_LENGTH = 6
 FIRST_INPUT = "1.self_attention.linear_qkv.fp8.input_scaling"

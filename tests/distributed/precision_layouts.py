@@ -46,8 +46,8 @@ class FirstLayer:
         original = getattr(gemms, f"quantize_{operand}")
         seen = self.operands.setdefault((name, operand), [])
 
-        def quantize(*args: Any) -> Any:
-            result = original(*args)
+        def quantize(*args: Any, **keywords: Any) -> Any:
+            result = original(*args, **keywords)
             seen.append((result.forward, result.backward) if operand == "weight" else result)
             return result
 

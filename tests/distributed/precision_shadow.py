@@ -28,6 +28,7 @@ from fp8_learners import (
 from torch import Tensor
 
 from megatron_calclip.learner import checkpoint
+from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.precision.shadow import shadow_pass
 from megatron_calclip.weights.stream import stream_hf
 
@@ -160,28 +161,35 @@ def check_shadows(every: bool) -> None:
         check_shadow(*case)
 
 
-def check_other_weights() -> None:
-    """Weights of another policy take the place of those in FP8, are quantised as they were, and leave no trace."""
-    with started(config := precision_config("tensorwise", "DP2", fp8_param=True)) as runtime:
+def check_reference(root: Path, recipe: str, layout: str) -> None:
+    """A KL reference policy: the policy's first codes, for ever, in a learner whose own FP8 weights do not notice."""
+    name = f"reference {recipe} {layout}"
+    folder = root / name.replace(" ", "_")
+    config = precision_config(recipe, layout, fp8_param=True)
+
+    def scores(training: Training, reference: ReferencePolicy) -> Tensor:
+        return training.learner.gather_tokens(reference.log_probs(training.batch))
+
+    with started(config) as runtime:
         training = Training.begin(config, runtime)
-        learner, parameters = training.learner, [p for chunk in training.bare for p in chunk.parameters()]
-        first = training.log_probs()
-        with learner.fp8_params_set_aside():
-            kept = [p.detach().clone() for p in parameters]
-            check("other weights: quantised when used", same(training.log_probs(), first))
+        first, before = training.log_probs(), snapshot(training)
+        reference = ReferencePolicy(training.learner, folder)
+        check(f"{name}: making it leaves nothing behind", same(snapshot(training), before))
+        check(f"{name}: the policy's own codes at the start", same(scores(training, reference), first))
+        check(f"{name}: scoring leaves nothing behind", same(snapshot(training), before))
         training.update(2)
-        own, before = training.log_probs(), snapshot(training)
-        check("other weights: training moved", not torch.equal(own, first))
-        with learner.fp8_params_set_aside(), torch.no_grad():
-            live = [p.detach().clone() for p in parameters]
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
-            check("other weights: give their own log-probabilities", same(training.log_probs(), first))
-            for parameter, value in zip(parameters, live, strict=True):
-                parameter.copy_(value)
-        check(
-            "other weights: leave nothing behind", same(snapshot(training), before) and same(training.log_probs(), own)
-        )
+        check(f"{name}: stays when the policy moves", same(scores(training, reference), first))
+        moved, before = training.log_probs(), snapshot(training)
+        check(f"{name}: the policy has moved", not torch.equal(moved, first))
+        check(f"{name}: still stays", same(scores(training, reference), first))
+        check(f"{name}: scoring a moved policy leaves nothing behind", same(snapshot(training), before))
+
+        resumed = Training.begin(config, runtime, tensors=weights("two layers", seed=1))
+        own, before = resumed.log_probs(), snapshot(resumed)
+        reference = ReferencePolicy(resumed.learner, folder)
+        check(f"{name}: reading it leaves nothing behind", same(snapshot(resumed), before))
+        check(f"{name}: comes back from disk", same(scores(resumed, reference), first))
+        check(f"{name}: the other policy stays", same(resumed.log_probs(), own) and not torch.equal(own, first))
 
 
 def check_checkpoint(root: Path, *, saved: str, loaded: str) -> None:

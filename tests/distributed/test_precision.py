@@ -8,10 +8,8 @@ import pytest
 from launching import run
 
 SCRIPT = Path(__file__).with_name("check_precision.py")
-TIMEOUT_SECONDS = 600  # a hang is a failure; on two free cores the checks take a minute, those of every layout four
-
-# Not in the default run until it has been seen to pass as a whole.
-pytestmark = pytest.mark.slow
+# A hang is a failure: on two free cores the checks take a minute and a half, those of every layout four.
+TIMEOUT_SECONDS = 600
 
 
 def test_two_ranks() -> None:

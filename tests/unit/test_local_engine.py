@@ -21,7 +21,8 @@ from transformers import (
 
 from megatron_calclip.batch import Completion, SamplingParams
 from megatron_calclip.rollout.engine import Request, RolloutEngine
-from megatron_calclip.rollout.local import LocalEngine, _splitmix64, _uniform, sample_tokens
+from megatron_calclip.rollout.counter_random import splitmix64
+from megatron_calclip.rollout.local import LocalEngine, _uniform, sample_tokens
 
 SHAPE = {
     "vocab_size": 32,
@@ -77,7 +78,7 @@ def test_splitmix64_gives_the_published_sequence() -> None:
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     gamma = 0x9E3779B97F4A7C15 - (1 << 64)
     states = 1234567 + torch.arange(4) * gamma
-    assert [value % (1 << 64) for value in _splitmix64(states).tolist()] == expected
+    assert [value % (1 << 64) for value in splitmix64(states).tolist()] == expected
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 100_000))

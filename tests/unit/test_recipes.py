@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_calclip.config import EmulationConfig, PrecisionConfig
-from megatron_calclip.precision.quantize import E4M3, E5M2, RowScaling, TensorScaling
+from megatron_calclip.precision.quantize import E4M3, E5M2
 from megatron_calclip.precision.recipes import Recipe, gradient_format, megatron_fields, resolve
+from megatron_calclip.precision.scaling import RowScaling, TensorScaling
 
 NAMES = ("tensorwise_delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 256, 384
