@@ -1,14 +1,22 @@
-"""Ratio statistics against gathering all ratios and calling `torch.quantile`.
+"""Ratio statistics against gathering all ratios and calling `torch.quantile`; what calibration costs a run.
 
-    python -m benchmarks.calibration             # 10^7 tokens: about two minutes, 1 GiB
-    python -m benchmarks.calibration --quick     # 10^6 tokens: about half a minute
+    python -m benchmarks.calibration             # 10^7 tokens: about four minutes, 1 GiB
+    python -m benchmarks.calibration --quick     # 10^6 tokens: about a minute
+    python -m benchmarks.calibration --run       # share of a tiny run at interval 20: minutes
 
 The tokens of `NUM_RANKS` data-parallel ranks lie in one process. A baseline concatenates the ranks' tensors,
-as a gather would (its network time is not counted). `quantile` takes alpha and `torch.quantile` for the lower
-bound, and can do no more. `quantile + balance` also finds the balance at every candidate of the upper bound,
-by sorting; this is the work that ours do: statistics of all tokens, and the calibration of both bounds. Ours
-run without and with the 100 bootstrap replicates, for sequences of 4,096 and of 512 tokens. Results are
-checked for agreement.
+as a gather would (its network time is not counted).
+
+| variant | finds |
+|---|---|
+| quantile | alpha, and by `torch.quantile` the lower bound; nothing about the upper one |
+| quantile + balance | also p_ref and the balance at every upper edge, by one more sort: both bounds |
+| quantile + balance + bootstrap | also the shares and balances of 100 replicates at all edges: both intervals |
+| ours, no bootstrap | all of `quantile + balance`, and shares and sums of both precisions at all edges |
+| ours, bootstrap | the same for 100 replicates, for sequences of 4,096 and of 512 tokens |
+
+So `quantile` does less than ours, and the peer of equal results is `quantile + balance` without intervals and
+`quantile + balance + bootstrap` with them. What the variants find is checked for agreement.
 
 Every measurement is one call in a process of its own, on one thread, after a small warm-up call. Repetitions
 alternate between the variants, and the result is the median of the ratios within a repetition. Time is CPU
@@ -19,7 +27,11 @@ during the call (VmHWM, reset just before) minus the resident size before it.
 Exits with status 1 when ours (no bootstrap) is not 5 times as fast as `quantile + balance`, or takes more
 than 5% of the extra memory of `quantile`.
 
-Left out on purpose: the share of wall clock that calibration takes in a run, which every run reports itself.
+`--run` trains `conf/tiny_cpu.yaml` for 20 steps with one calibration, with all tokens and with half of them, and
+reads its ledger: the share of wall clock, and the share of FLOPs if a token costs the same forward everywhere
+(sampling, pi_old and shadow passes one forward, an update three).
+
+Left out on purpose: the network, of which a calibration uses one all-reduce of the bytes in the table.
 """
 
 from __future__ import annotations
@@ -33,6 +45,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +54,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_calclip.algorithms.bootstrap import poisson_weights
 from megatron_calclip.algorithms.calibration import CalibrationSettings, ClipCalibrator
 
 NUM_RANKS = 8
@@ -49,12 +63,21 @@ SIGMA16, NOISE = 0.1, 0.15
 """Standard deviations of the BF16 log-ratio and of the noise that FP8 adds to it."""
 REQUIRED_SPEEDUP = 5.0
 REQUIRED_MEMORY_SHARE = 0.05
+RUN_STEPS = 20
+"""Steps of the tiny run, and its interval: one calibration."""
+FORWARDS_PER_STEP = 5
+"""Sampling, pi_old, and an update of three, each of all tokens."""
+REQUIRED_SECONDS_SHARE = 0.03
+REQUIRED_FLOPS_SHARE = {1.0: 0.02, 0.5: 0.01}
+"""By token fraction."""
 SETTINGS = CalibrationSettings.paper()
 RATIO_CAP = 2.0
 OURS = "ours, no bootstrap"
+BOOTSTRAP_PEER = "quantile + balance + bootstrap"
 VARIANTS = {
     "quantile": (0, 4096),
     "quantile + balance": (0, 4096),
+    BOOTSTRAP_PEER: (100, 4096),
     OURS: (0, 4096),
     "ours, bootstrap": (100, 4096),
     "ours, bootstrap, 512-token sequences": (100, 512),
@@ -103,8 +126,10 @@ def make_ranks(num_tokens: int, sequence_length: int) -> list[dict[str, Tensor]]
     return ranks
 
 
-def run_quantile(ranks: list[dict[str, Tensor]], *, with_balance: bool) -> tuple[float, float, float, int]:
-    """Gather, then alpha and the quantile, then (if asked) the balance at every upper candidate."""
+def run_quantile(
+    ranks: list[dict[str, Tensor]], *, with_balance: bool, num_replicates: int
+) -> tuple[float, float, float, int]:
+    """Gather, then alpha and the quantile, then (if asked) the balance at every upper edge, and replicates of both."""
 
     def gather(name: str) -> Tensor:
         return torch.cat([rank[name] for rank in ranks])
@@ -112,7 +137,8 @@ def run_quantile(ranks: list[dict[str, Tensor]], *, with_balance: bool) -> tuple
     ratio8, ratio16, advantages, mask = map(gather, ("ratio8", "ratio16", "advantages", "response_mask"))
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (ratio8, ratio16, advantages, mask))
     negative = mask & (advantages < 0)
-    alpha = (ratio16[negative] <= SETTINGS.reference.lower).double().mean()
+    clipped16 = ratio16[negative] <= SETTINGS.reference.lower
+    alpha = clipped16.double().mean()
     lower = torch.quantile(ratio8[negative], alpha.float())
     target = math.nan
     if with_balance:
@@ -127,12 +153,36 @@ def run_quantile(ranks: list[dict[str, Tensor]], *, with_balance: bool) -> tuple
         kept_negative = negative & (ratio16 > SETTINGS.reference.lower)
         target = float(update(ratio16, kept_positive) / update(ratio16, kept_negative))
         ordered, order = ratio8[positive].sort()
-        sums = (weights[positive][order] * ordered.clamp(max=RATIO_CAP)).cumsum(0, dtype=torch.float64)
+        contributions = weights[positive][order] * ordered.clamp(max=RATIO_CAP)
         _, grid = SETTINGS.grids(SETTINGS.start)
         last = torch.searchsorted(ordered, torch.tensor(grid.edges)) - 1
-        curve = sums[last] / update(ratio8, negative & (ratio8 > lower))
+        curve = contributions.cumsum(0, dtype=torch.float64)[last] / update(ratio8, negative & (ratio8 > lower))
         assert bool(curve.isfinite().all())
+    if num_replicates:
+        sequence_ids = gather("sequence_ids")
+        num_bytes += sequence_ids.numel() * sequence_ids.element_size()
+        resampled = poisson_weights(torch.arange(int(sequence_ids.max()) + 1), num_replicates=num_replicates).float()
+        for sorted_ids, values, positions in (
+            (*_sorted_by(ratio8[negative], sequence_ids[negative]), _lower_positions(ratio8[negative])),
+            (sequence_ids[positive][order], contributions, last),
+        ):
+            for replicate in range(num_replicates):
+                counts = resampled[:, replicate].index_select(0, sorted_ids)
+                at_edges = counts.mul_(values).cumsum(0, dtype=torch.float64)[positions]
+                assert bool(at_edges.isfinite().all())
     return float(alpha), float(lower), target, num_bytes // NUM_RANKS
+
+
+def _sorted_by(ratio: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence ids in the order of the ratios, and ones to count with."""
+    return sequence_ids[ratio.argsort()], torch.ones_like(ratio)
+
+
+def _lower_positions(ratio: Tensor) -> Tensor:
+    """Where the lower edges lie among sorted ratios."""
+    grid, _ = SETTINGS.grids(SETTINGS.start)
+    below = torch.stack([(ratio <= edge).sum() for edge in grid.edges])
+    return (below - 1).clamp(min=0)
 
 
 def run_ours(ranks: list[dict[str, Tensor]], *, num_replicates: int) -> tuple[float, float, float, int]:
@@ -162,7 +212,7 @@ def measure(variant: str, num_tokens: int) -> Measurement:
     def call(ranks: list[dict[str, Tensor]]) -> tuple[float, float, float, int]:
         if variant.startswith("ours"):
             return run_ours(ranks, num_replicates=num_replicates)
-        return run_quantile(ranks, with_balance=variant.endswith("balance"))
+        return run_quantile(ranks, with_balance=variant != "quantile", num_replicates=num_replicates)
 
     call(make_ranks(NUM_WARM_UP_TOKENS, sequence_length))
     ranks = make_ranks(num_tokens, sequence_length)
@@ -228,6 +278,44 @@ def print_table(runs: list[dict[str, Measurement]], num_tokens: int) -> bool:
     return speedup >= REQUIRED_SPEEDUP and memory_share <= REQUIRED_MEMORY_SHARE
 
 
+def measure_run(token_fraction: float) -> dict[str, float]:
+    """Shares of a tiny run's cost that one calibration in `RUN_STEPS` steps has."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            *(f"calibration.interval={RUN_STEPS}", f"calibration.token_fraction={token_fraction}"),
+            *(f"train.num_steps={RUN_STEPS}", "eval.every=0", "eval.num_prompts=8", "checkpoint.save_every=0"),
+            f"run_dir={folder}",
+        ]
+        script = Path(__file__).parents[1] / "examples" / "grpo_fp8.py"
+        command = [sys.executable, str(script), "tiny_cpu", *overrides]
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] > 0]
+    num_tokens = sum(row["throughput/tokens_per_s"] * row["timing/step"] for row in rows)
+    shadow_tokens = rows[-1]["ledger/shadow_tokens"]
+    assert shadow_tokens > 0, "no calibration took place"
+    return {
+        "token_fraction": token_fraction,
+        "seconds": sum(row["timing/step"] for row in rows),
+        "seconds_share": rows[-1]["ledger/shadow_share"],
+        "flops_share": shadow_tokens / (shadow_tokens + FORWARDS_PER_STEP * num_tokens),
+    }
+
+
+def measure_runs(output: Path) -> int:
+    """Measure, print and write the shares; the exit status."""
+    runs = [measure_run(fraction) for fraction in REQUIRED_FLOPS_SHARE]
+    met = runs[0]["seconds_share"] <= REQUIRED_SECONDS_SHARE
+    for run in runs:
+        met &= run["flops_share"] <= REQUIRED_FLOPS_SHARE[run["token_fraction"]]
+        print(
+            f"tiny run, {RUN_STEPS} steps, one calibration, token_fraction {run['token_fraction']}: "
+            f"{run['seconds_share']:.2%} of {run['seconds']:.0f} s, {run['flops_share']:.2%} of the FLOPs"
+        )
+    output.write_text(json.dumps({"runs": runs, "met": met}, indent=1) + "\n")
+    return 0 if met else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all variants, print the table, and write all numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -235,8 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=10_000_000)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/calibration.json"))
+    parser.add_argument("--run", action="store_true", help="measure the share of a run instead")
     parser.add_argument("--measure", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.run:
+        return measure_runs(arguments.output.with_stem(f"{arguments.output.stem}_run"))
     if arguments.measure:
         print(json.dumps(asdict(measure(arguments.measure, arguments.tokens))))
         return 0
@@ -254,7 +346,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs": [{variant: asdict(found) for variant, found in run.items()} for run in runs],
         "met": met,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if met else 1
 

@@ -7,6 +7,7 @@ micro-batches and ranks (a SUM all-reduce each), finalised from the global total
 | metric, `low` (A<0, lower bound) or `high` (A>0, upper bound) | is |
 |---|---|
 | clip_fp8/low, clip_bf16/low | share of the side's tokens that each precision clips |
+| clip_fp8/num_low, clip_bf16/num_low | those tokens, so that shares can be pooled over steps |
 | overclip/low | clipped by FP8 over clipped by BF16, 1 = no over-clipping |
 | false_clip/low | P(FP8 clips given that BF16 keeps) |
 | missed_clip/low | P(FP8 keeps given that BF16 clips) |
@@ -111,6 +112,8 @@ class OverclipSums:
             terms |= {
                 f"clip_fp8/{side}": (both + fp8_only, num_tokens),
                 f"clip_bf16/{side}": (both + bf16_only, num_tokens),
+                f"clip_fp8/num_{side}": (both + fp8_only, 1.0),
+                f"clip_bf16/num_{side}": (both + bf16_only, 1.0),
                 f"overclip/{side}": (both + fp8_only, both + bf16_only),
                 f"false_clip/{side}": (fp8_only, fp8_only + neither),
                 f"missed_clip/{side}": (bf16_only, both + bf16_only),

@@ -1,18 +1,18 @@
 """Offline replay: calibrate again, with any settings, on the tokens that a run has dumped.
 
 What: `CalibrationDump` keeps what a calibration step saw of its response tokens, in a compact safetensors
-file; `replay` runs a calibrator over dumps, and `compare` many settings over the same dumps. Why: a shadow
+file; `replay` runs a calibrator over dumps and judges each pair of bounds on the next dump. Why: a shadow
 pass costs a forward of the whole batch, a replay costs nothing, and only the same tokens make settings
 comparable. A replay answers what the calibration would have chosen, not how training would have gone on.
 
-Left out on purpose: the command line and plots, and the ratios of other bounds than the run used: those do
-not exist, because bounds change the updates that produce the ratios.
+Left out on purpose: the command line and plots (`commands/replay`), and the ratios of other bounds than the
+run used: those do not exist, because bounds change the updates that produce the ratios.
 """
 
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, get_args
@@ -157,22 +157,33 @@ class CalibrationDump:
             with safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {})[_HEADER])
                 tensors = {name: file.get_tensor(name) for name in _PER_TOKEN + _PER_SEQUENCE}
-        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+            lengths = tensors["lengths"]
+            for name in _PER_TOKEN:
+                if tensors[name].numel() == lengths.numel():
+                    tensors[name] = tensors[name].repeat_interleave(lengths)
+            dump = cls(
+                step=header["step"],
+                bounds=ClipBounds(**header["bounds"]),
+                settings=_settings_from_json(header["settings"]),
+                weight_scale=header["weight_scale"],
+                **tensors,
+            )
+            dump._check_sizes()
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{path}: not a calibration dump ({type(error).__name__}: {error}); "
                 "name a file that a run with calibration.dump wrote"
             ) from None
-        lengths = tensors["lengths"]
-        for name in _PER_TOKEN:
-            if tensors[name].numel() == lengths.numel():
-                tensors[name] = tensors[name].repeat_interleave(lengths)
-        return cls(
-            step=header["step"],
-            bounds=ClipBounds(**header["bounds"]),
-            settings=_settings_from_json(header["settings"]),
-            weight_scale=header["weight_scale"],
-            **tensors,
+        return dump
+
+    def _check_sizes(self) -> None:
+        """Refuse tensors that do not describe the same tokens."""
+        sizes = {name: getattr(self, name).numel() for name in _PER_TOKEN + _PER_SEQUENCE}
+        expected = dict.fromkeys(_PER_TOKEN, int(self.lengths.sum())) | dict.fromkeys(
+            _PER_SEQUENCE, self.lengths.numel()
         )
+        if sizes != expected or bool((self.lengths < 1).any()):
+            raise ValueError(f"sizes {sizes} do not fit {expected['ratio8']} tokens of {expected['lengths']} sequences")
 
     def select(self, sequences: Tensor) -> "CalibrationDump":
         """The tokens of some sequences, given as bool [S]."""
@@ -232,104 +243,101 @@ class CalibrationDump:
             )
 
 
-def replay(
-    dumps: Sequence[CalibrationDump], settings: CalibrationSettings, *, follow_schedule: bool = False
-) -> list[CalibrationReport]:
-    """Calibrate on dumps in the order of their steps, from the settings' start bounds.
+class NextClips(NamedTuple):
+    """Tokens that bounds clip on a dump which did not choose them. FP8 clips at the calibrated bounds, BF16 at
+    the references; a clip of FP8 is false where BF16 keeps the token."""
 
-    Args:
-        dumps: of one run.
-        settings: what to calibrate with.
-        follow_schedule: calibrate only at the steps that the settings' schedule asks for, to compare
-            intervals on a run that dumped more often; otherwise on every dump.
-    """
-    return [report for report, _ in _replay(dumps, settings, follow_schedule=follow_schedule)]
+    lower8: int = 0
+    """A < 0, by FP8."""
+    lower16: int = 0
+    """A < 0, by BF16."""
+    lower_false: int = 0
+    """A < 0, by FP8 alone."""
+    lower_kept16: int = 0
+    """A < 0, kept by BF16."""
+    upper8: int = 0
+    """A > 0, by FP8."""
+    upper16: int = 0
+    """A > 0, by BF16."""
+    upper_false: int = 0
+    """A > 0, by FP8 alone."""
+    upper_kept16: int = 0
+    """A > 0, kept by BF16."""
+
+    @classmethod
+    def of(cls, dump: CalibrationDump, bounds: ClipBounds, reference: ClipBounds) -> Self:
+        """Clips on one dump."""
+        counts = []
+        for side, clipped8, clipped16 in (
+            (dump.advantages < 0, dump.ratio8 <= bounds.lower, dump.ratio16 <= reference.lower),
+            (dump.advantages > 0, dump.ratio8 >= bounds.upper, dump.ratio16 >= reference.upper),
+        ):
+            masks = (side & clipped8, side & clipped16, side & clipped8 & ~clipped16, side & ~clipped16)
+            counts += [int(mask.sum()) for mask in masks]
+        return cls(*counts)
 
 
-def compare(
-    dumps: Sequence[CalibrationDump],
-    settings_by_name: Mapping[str, CalibrationSettings],
-    *,
-    follow_schedule: bool = False,
-) -> list[dict[str, Any]]:
-    """Many settings on the same dumps: one row of plain values per setting.
+@dataclass(frozen=True)
+class Replay:
+    """What one setting made of the dumps."""
 
-    Columns `next_...` judge bounds on tokens that did not choose them: those of the next dump.
-    `next_lower_multiple` is the number of A < 0 tokens that FP8 clips at the calibrated lower bound, over
-    those that BF16 clips at the reference, summed over calibrations; `next_upper_multiple` is the same for
-    A > 0. Calibration aims at 1.
+    reports: tuple[CalibrationReport, ...]
+    """One for each calibration."""
+    clips: NextClips
+    """Clips of each calibration's bounds on the next dump, added up. The last bounds have no next dump."""
 
-    Args:
-        dumps: of one run.
-        settings_by_name: what to compare.
-        follow_schedule: see `replay`.
-    """
-    rows = []
-    for name, settings in settings_by_name.items():
-        results = _replay(dumps, settings, follow_schedule=follow_schedule)
-        if not results:
-            raise ValueError(f"settings {name!r} calibrate on none of {len(dumps)} dumps; relax the schedule")
-        reports = [report for report, _ in results]
-        clips = _ClipCounts(*(sum(column) for column in zip(*(counts for _, counts in results), strict=True)))
-        row: dict[str, Any] = {
-            "settings": name,
-            "num_calibrations": len(reports),
-            "lower": reports[-1].lower.after,
-            "upper": reports[-1].upper.after,
+    def as_row(self) -> dict[str, float | int | None]:
+        """Plain numbers for a table.
+
+        Columns `next_...` judge bounds on tokens that did not choose them. `next_lower_multiple` is the number of
+        A < 0 tokens that FP8 clips over those that BF16 clips, `next_lower_false_clips` the share P(FP8 clips |
+        BF16 keeps); the same for A > 0 as `next_upper_...`. Calibration aims at a multiple of 1.
+        """
+        clips = self.clips
+        row: dict[str, float | int | None] = {
+            "num_calibrations": len(self.reports),
+            "lower": self.reports[-1].lower.after,
+            "upper": self.reports[-1].upper.after,
             "next_lower_multiple": clips.lower8 / clips.lower16 if clips.lower16 else None,
             "next_upper_multiple": clips.upper8 / clips.upper16 if clips.upper16 else None,
+            "next_lower_false_clips": clips.lower_false / clips.lower_kept16 if clips.lower_kept16 else None,
+            "next_upper_false_clips": clips.upper_false / clips.upper_kept16 if clips.upper_kept16 else None,
             "next_num_lower_bf16": clips.lower16,
             "next_num_upper_bf16": clips.upper16,
         }
         for side in ("lower", "upper"):
-            statuses = Counter(getattr(report, side).status for report in reports)
+            statuses = Counter(getattr(report, side).status for report in self.reports)
             row |= {f"num_{side}_{status}": statuses[status] for status in get_args(Status)}
-        rows.append(row)
-    return rows
+        return row
 
 
-class _ClipCounts(NamedTuple):
-    """Tokens that bounds clip on a dump."""
+def replay(dumps: Sequence[CalibrationDump], settings: CalibrationSettings, *, follow_schedule: bool = False) -> Replay:
+    """Calibrate on dumps in the order of their steps, from the settings' start bounds.
 
-    lower8: int
-    """A < 0, by FP8 at the calibrated lower bound."""
-    lower16: int
-    """A < 0, by BF16 at the lower reference."""
-    upper8: int
-    """A > 0, by FP8 at the calibrated upper bound."""
-    upper16: int
-    """A > 0, by BF16 at the upper reference."""
+    Args:
+        dumps: of one run, in any order.
+        settings: what to calibrate with.
+        follow_schedule: calibrate only at the steps that the settings' schedule asks for, to compare
+            intervals on a run that dumped more often; otherwise on every dump.
 
-
-def _replay(
-    dumps: Sequence[CalibrationDump], settings: CalibrationSettings, *, follow_schedule: bool
-) -> list[tuple[CalibrationReport, _ClipCounts]]:
-    """Reports, each with the clips of its new bounds on the next dump."""
+    Raises:
+        ValueError: when the schedule asks for none of the dumps.
+    """
     calibrator = ClipCalibrator(settings)
     prepared = [dump.prepared(settings) for dump in sorted(dumps, key=lambda dump: dump.step)]
-    results = []
+    reports, clips = [], NextClips()
     for index, dump in enumerate(prepared):
         if follow_schedule and not calibrator.due(dump.step):
             continue
         statistics = calibrator.new_statistics(weight_scale=dump.weight_scale)
         dump.update(statistics)
-        report = calibrator.calibrate(statistics, dump.step)
-        clipped = _ClipCounts(0, 0, 0, 0)
+        reports.append(calibrator.calibrate(statistics, dump.step))
         if index + 1 < len(prepared):
-            clipped = _num_clipped(prepared[index + 1], report.after, settings.reference)
-        results.append((report, clipped))
-    return results
-
-
-def _num_clipped(dump: CalibrationDump, bounds: ClipBounds, reference: ClipBounds) -> _ClipCounts:
-    negative, positive = dump.advantages < 0, dump.advantages > 0
-    clips = (
-        negative & (dump.ratio8 <= bounds.lower),
-        negative & (dump.ratio16 <= reference.lower),
-        positive & (dump.ratio8 >= bounds.upper),
-        positive & (dump.ratio16 >= reference.upper),
-    )
-    return _ClipCounts(*(int(clip.sum()) for clip in clips))
+            counted = NextClips.of(prepared[index + 1], calibrator.bounds, settings.reference)
+            clips = NextClips(*map(sum, zip(clips, counted, strict=True)))
+    if not reports:
+        raise ValueError(f"calibrates on none of {len(dumps)} dumps; relax the schedule")
+    return Replay(tuple(reports), clips)
 
 
 def _settings_from_json(values: dict[str, Any]) -> CalibrationSettings:

@@ -35,11 +35,13 @@ def test_clip_tables_by_hand():
     metrics = overclip_sums(PAIRS, weights=WEIGHTS).finalize()
     assert metrics["clip_fp8/low"] == pytest.approx(3 / 7)
     assert metrics["clip_bf16/low"] == pytest.approx(2 / 7)
+    assert (metrics["clip_fp8/num_low"], metrics["clip_bf16/num_low"]) == (3, 2)
     assert metrics["overclip/low"] == pytest.approx(3 / 2)
     assert metrics["false_clip/low"] == pytest.approx(2 / 5)
     assert metrics["missed_clip/low"] == pytest.approx(1 / 2)
     assert metrics["clip_fp8/high"] == pytest.approx(2 / 3)
     assert metrics["clip_bf16/high"] == pytest.approx(1 / 3)
+    assert (metrics["clip_fp8/num_high"], metrics["clip_bf16/num_high"]) == (2, 1)
     assert metrics["overclip/high"] == pytest.approx(2.0)
     assert metrics["false_clip/high"] == pytest.approx(1 / 2)
     assert metrics["missed_clip/high"] == 0.0
@@ -109,6 +111,7 @@ def test_a_multiple_without_bf16_clips_is_left_out():
     )
     metrics = overclip_sums(pairs, weights=torch.ones(1)).finalize()
     assert "overclip/low" not in metrics and metrics["clip_fp8/low"] == 1.0
+    assert (metrics["clip_fp8/num_low"], metrics["clip_bf16/num_low"]) == (1, 0)
     assert not any(name.endswith("/high") for name in metrics)
 
 

@@ -5,12 +5,13 @@ from dataclasses import fields
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_calclip.algorithms.bootstrap import sample_sequences
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration import CalibrationSettings, ClipCalibrator
-from megatron_calclip.algorithms.replay import CalibrationDump, compare, replay
+from megatron_calclip.algorithms.replay import CalibrationDump, NextClips, replay
 
 SETTINGS = CalibrationSettings.robust(min_tail_tokens=3)
 SCALE = 300.0
@@ -123,6 +124,31 @@ def test_what_is_no_dump_is_named(tmp_path):
         CalibrationDump.load(tmp_path / "cut")
 
 
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ({"step": None}, "step"),
+        ({"settings": {"interval": 0}}, "reference"),
+        ({"bounds": {"lower": 2.0, "upper": 3.0}}, "enclose"),
+    ],
+)
+def test_damaged_header_is_named(tmp_path, damage, problem):
+    path = tmp_path / "dump"
+    dump_of(20).save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    (key,) = metadata
+    header = json.loads(metadata[key]) | damage
+    header = {name: value for name, value in header.items() if value is not None}
+    save_file(tensors, path, metadata={key: json.dumps(header)})
+    with pytest.raises(ValueError, match=rf"dump: not a calibration dump .*{problem}"):
+        CalibrationDump.load(path)
+    tensors["lengths"] = tensors["lengths"] + 1
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match=r"dump: not a calibration dump .*do not fit"):
+        CalibrationDump.load(path)
+
+
 def test_replay_equals_the_calibration_itself(tmp_path):
     calibrator = ClipCalibrator(SETTINGS)
     expected, dumps = [], []
@@ -132,24 +158,27 @@ def test_replay_equals_the_calibration_itself(tmp_path):
         dump_of(step).save(path)
         dumps.append(CalibrationDump.load(path))
     assert any(report.lower.status == "moved" for report in expected)
-    assert replay(dumps[::-1], SETTINGS) == expected
+    assert replay(dumps[::-1], SETTINGS).reports == tuple(expected)
 
 
 def test_replay_of_other_settings():
     dumps = [dump_of(step) for step in (20, 40)]
     last = CalibrationSettings.robust(min_tail_tokens=3, minibatches="last")
     calibrator = ClipCalibrator(last)
-    assert replay(dumps, last) == [direct_report(calibrator, step, minibatches=[1]) for step in (20, 40)]
+    expected = [direct_report(calibrator, step, minibatches=[1]) for step in (20, 40)]
+    assert list(replay(dumps, last).reports) == expected
 
     half = CalibrationSettings.robust(min_tail_tokens=1, token_fraction=0.5)
     drawn = sample_sequences(dumps[0].sequence_ids, fraction=0.5, seed=20)
-    report = replay(dumps, half)[0]
+    report = replay(dumps, half).reports[0]
     kept = drawn.repeat_interleave(dumps[0].lengths)
     assert report.num_negative == int((dumps[0].advantages[kept] < 0).sum())
     assert 0 < int(drawn.sum()) < 60
 
     scheduled = CalibrationSettings.robust(interval=40)
-    assert [report.step for report in replay(dumps, scheduled, follow_schedule=True)] == [40]
+    assert [report.step for report in replay(dumps, scheduled, follow_schedule=True).reports] == [40]
+    with pytest.raises(ValueError, match="calibrates on none of 2 dumps"):
+        replay(dumps, CalibrationSettings(start_step=1000), follow_schedule=True)
 
 
 def test_sequence_level_by_hand():
@@ -181,31 +210,55 @@ def test_sequence_level_by_hand():
     assert dump.weight_scale == pytest.approx(16 / 3)
 
 
-def test_compare_gives_one_row_per_setting():
-    dumps = [dump_of(step) for step in range(20, 140, 20)]
-    rows = compare(
-        dumps,
-        {
-            "robust": SETTINGS,
-            "frozen": CalibrationSettings.robust(min_tail_tokens=10**6, start=ClipBounds(0.8, 1.24)),
-            "sequences": CalibrationSettings.robust("gspo", min_tail_tokens=3),
-        },
+def test_next_clips_by_hand():
+    part = CalibrationDump.pack(
+        step=1,
+        bounds=ClipBounds(0.8, 1.2),
+        settings=SETTINGS,
+        weight_scale=1.0,
+        minibatch=0,
+        # A < 0 at L = 0.6 (FP8) and 0.8 (BF16): both, only FP8 (at equality), only BF16, neither.
+        # A > 0 at H = 1.5 and 1.2: only FP8, both, neither. A = 0 counts nowhere.
+        ratio8=torch.tensor([0.5, 0.5, 0.7, 1.0, 1.5, 3.0, 1.0, 0.1]),
+        ratio16=torch.tensor([0.8, 0.9, 0.7, 1.0, 1.1, 1.3, 1.0, 0.1]),
+        advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 0.0]),
+        importance_weights=torch.ones(8),
+        loss_weights=torch.ones(8),
+        entropy=torch.ones(8),
+        response_mask=torch.ones(8, dtype=torch.bool),
+        sequence_ids=torch.arange(8),
     )
-    assert [row["settings"] for row in rows] == ["robust", "frozen", "sequences"]
-    json.dumps(rows)
-    robust, frozen, sequences = rows
-    for row in rows:
+    clips = NextClips.of(part, ClipBounds(0.5, 1.5), ClipBounds(0.8, 1.2))
+    assert clips == NextClips(
+        lower8=2, lower16=2, lower_false=1, lower_kept16=2, upper8=2, upper16=1, upper_false=1, upper_kept16=2
+    )
+
+
+def test_row_judges_bounds_on_the_next_dump():
+    dumps = [dump_of(step) for step in range(20, 140, 20)]
+    robust = replay(dumps, SETTINGS).as_row()
+    frozen = replay(dumps, CalibrationSettings.robust(min_tail_tokens=10**6, start=ClipBounds(0.8, 1.24))).as_row()
+    sequences = replay(dumps, CalibrationSettings.robust("gspo", min_tail_tokens=3)).as_row()
+    for row in (robust, frozen, sequences):
+        json.dumps(row)
         for side in ("lower", "upper"):
             counts = [row[f"num_{side}_{status}"] for status in ("moved", "unchanged", "edge", "held")]
             assert sum(counts) == row["num_calibrations"] == 6
     assert (frozen["lower"], frozen["num_lower_held"]) == (0.8, 6)
     # Bounds are judged on the next dump: steps 40 to 120, so without the first.
-    clipped8 = sum(int(((d.advantages < 0) & (d.ratio8 <= 0.8)).sum()) for d in dumps[1:])
-    clipped16 = sum(int(((d.advantages < 0) & (d.ratio16 <= 0.8)).sum()) for d in dumps[1:])
-    assert frozen["next_num_lower_bf16"] == clipped16
-    assert frozen["next_lower_multiple"] == clipped8 / clipped16 > 2
+    negative = [dump.advantages < 0 for dump in dumps[1:]]
+    clips8 = [side & (dump.ratio8 <= 0.8) for side, dump in zip(negative, dumps[1:], strict=True)]
+    clips16 = [side & (dump.ratio16 <= 0.8) for side, dump in zip(negative, dumps[1:], strict=True)]
+    num8, num16 = sum(int(clip.sum()) for clip in clips8), sum(int(clip.sum()) for clip in clips16)
+    num_false = sum(int((a & ~b).sum()) for a, b in zip(clips8, clips16, strict=True))
+    assert frozen["next_num_lower_bf16"] == num16
+    assert frozen["next_lower_multiple"] == num8 / num16 > 2
+    assert frozen["next_lower_false_clips"] == num_false / (sum(int(side.sum()) for side in negative) - num16)
     assert abs(robust["next_lower_multiple"] - 1) < 0.5
     assert 0.99 < sequences["lower"] < 1
 
-    with pytest.raises(ValueError, match="'late' calibrate on none of 6 dumps"):
-        compare(dumps, {"late": CalibrationSettings(start_step=1000)}, follow_schedule=True)
+
+def test_last_dump_alone_has_no_next():
+    row = replay([dump_of(20)], SETTINGS).as_row()
+    assert row["next_lower_multiple"] is None
+    assert row["next_upper_false_clips"] is None

@@ -1,0 +1,186 @@
+"""What FP8 does to the clip in `conf/noisy_cpu.yaml`, and what calibration repairs there: arms times seeds, and a table.
+
+    python -m benchmarks.regime                            # all arms, seeds 0 to 2; minutes an arm and seed on one core
+    python -m benchmarks.regime --arms calibrated --seeds 0
+
+Arms: `vanilla` (tensorwise FP8, fixed reference bounds), `calibrated` (the configuration as it is, grid [0.2, 0.9]) and
+`bf16` (no FP8, where every multiple must be exactly 1). All measure every step with shadow passes. Seeds differ in
+prompts and sampling; they share one supervised start, that of seed 0, whose making is the longest part.
+
+Judged are tokens that chose no bound: those of the steps after a calibration, clipped by FP8 at the bounds in force and
+by BF16 at the references. Shares are pooled as token counts over steps and seeds. L has settled with the first
+calibration that reaches its choice. The paper's grid [0.5, 0.9] is replayed on the dumps of `calibrated`.
+
+A run that is there and complete is not repeated, so the benchmark can be stopped and started again. Results do not
+depend on the machine's load. Left out on purpose: rewards of the arms as a result. The noise is dialled in; a toy run
+shows the statistics of clipping and their repair, and says nothing about what they are worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_calclip import warm_start
+from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
+from megatron_calclip.algorithms.replay import replay
+from megatron_calclip.commands.replay import load_dumps
+from megatron_calclip.config_file import load_config
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "conf" / "noisy_cpu.yaml"
+COMMON = ("calibration.measure=every_step", "checkpoint.save_every=0", "tracking.tensorboard=false")
+ARMS: dict[str, tuple[str, ...]] = {
+    "vanilla": ("calibration.enabled=false", "train.num_steps=20"),
+    "calibrated": ("calibration.dump=true",),
+    "bf16": (
+        *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
+        "precision.emulation={block_size: null, channel_outlier: 1, first_token_outlier: 1}",
+        "train.num_steps=8",
+    ),
+}
+"""Overrides of each arm. The first steps are left out of the multiples: Adam's first updates are not typical."""
+FIRST_STEP = 5
+
+Row = dict[str, Any]
+
+
+def train(overrides: Sequence[str], folder: Path) -> None:
+    """Train, unless the run is there and complete."""
+    overrides = [*COMMON, *overrides, f"run_dir={folder}"]
+    rows = read_rows(folder / "metrics.jsonl")
+    if rows and rows[-1]["step"] >= load_config(str(CONFIG), overrides).train.num_steps:
+        return
+    command = [sys.executable, str(ROOT / "examples" / "grpo_fp8.py"), str(CONFIG), *overrides]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.txt").open("w") as output:
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
+
+
+def start_folder(runs: Path) -> Path:
+    """The supervised start that all runs load as an ordinary model; a run of one step makes it where it is missing."""
+    start = warm_start.cached_folder(load_config(str(CONFIG), []))
+    if not start.is_dir():
+        train(["train.num_steps=1"], runs / "start")
+    return start
+
+
+def read_rows(path: Path) -> list[Row]:
+    """A JSON Lines file of steps, without the evaluation before the first; empty when it is not there."""
+    if not path.is_file():
+        return []
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["step"] > 0]
+
+
+def pooled(rows: Sequence[Row], side: str) -> tuple[int, int, float | None]:
+    """Tokens that FP8 and that BF16 clips over some steps, and their quotient."""
+    clipped8, clipped16 = (int(sum(row[f"clip_{name}/num_{side}"] for row in rows)) for name in ("fp8", "bf16"))
+    return clipped8, clipped16, clipped8 / clipped16 if clipped16 else None
+
+
+def settled(reports: Sequence[Row]) -> int | None:
+    """The step of the first calibration after which L is the L* that it found; None when none got there."""
+    return next((row["step"] for row in reports if row["lower_choice"] == row["lower_after"]), None)
+
+
+def judge_vanilla(runs: dict[int, Path]) -> Row:
+    """Over-clip multiples at the reference bounds."""
+    rows = [row for run in runs.values() for row in read_rows(run / "metrics.jsonl") if row["step"] >= FIRST_STEP]
+    found: Row = {"steps": len(rows)}
+    for side in ("low", "high"):
+        clipped8, clipped16, multiple = pooled(rows, side)
+        found |= {f"{side}_fp8": clipped8, f"{side}_bf16": clipped16, f"{side}_multiple": multiple}
+    found["low_multiple_by_seed"] = {
+        seed: pooled([r for r in read_rows(run / "metrics.jsonl") if r["step"] >= FIRST_STEP], "low")[2]
+        for seed, run in runs.items()
+    }
+    return found
+
+
+def judge_calibrated(runs: dict[int, Path]) -> Row:
+    """Clipping after L has settled, balances, and what the paper's grid would have found."""
+    after, seeds, errors, statuses = [], {}, [], dict.fromkeys(("moved", "unchanged", "edge", "held"), 0)
+    for seed, run in runs.items():
+        reports = [row["report"] for row in read_rows(run / "calibration.jsonl") if row["report"]]
+        step = settled(reports)
+        rows = [] if step is None else [row for row in read_rows(run / "metrics.jsonl") if row["step"] > step]
+        after += rows
+        dumps = load_dumps([run])
+        paper_grid = CalibrationSettings().grid_lower
+        paper = replay(dumps, replace(dumps[0].settings, grid_lower=paper_grid)).as_row()
+        for status in statuses:
+            statuses[status] += int(paper[f"num_lower_{status}"] or 0)
+        solved = [row for row in reports if row["upper_status"] in ("moved", "unchanged")]
+        errors += [abs(row["balance_choice"] / row["balance_target"] - 1) for row in solved]
+        seeds[seed] = {
+            "settled_at": step,
+            "lower": [row["lower_after"] for row in reports],
+            "upper": [row["upper_after"] for row in reports],
+            "upper_statuses": [row["upper_status"] for row in reports],
+            "next_low_multiple": pooled(rows, "low")[2],
+            "at_reference": [row["lower_overclip_multiple"] for row in reports],
+        }
+    clipped8, clipped16, multiple = pooled(after, "low")
+    return {
+        "steps": len(after),
+        "low_fp8": clipped8,
+        "low_bf16": clipped16,
+        "low_multiple": multiple,
+        "seeds": seeds,
+        "balance_solved": len(errors),
+        "balance_largest_error": max(errors, default=None),
+        "paper_grid_lower": statuses,
+    }
+
+
+def judge_bf16(runs: dict[int, Path]) -> Row:
+    """All multiples of a learner without FP8, which must be 1."""
+    rows = [row for run in runs.values() for row in read_rows(run / "metrics.jsonl")]
+    multiples = [row[name] for row in rows for name in ("overclip/low", "overclip/high") if name in row]
+    return {"steps": len(rows), "multiples": len(multiples), "all_exactly_one": all(value == 1 for value in multiples)}
+
+
+JUDGES = {"vanilla": judge_vanilla, "calibrated": judge_calibrated, "bf16": judge_bf16}
+
+
+def print_results(results: dict[str, Row]) -> None:
+    """One line for each number."""
+    table = Table(title=f"{CONFIG.name}", show_header=False)
+    for arm, found in results.items():
+        for name, value in found.items():
+            table.add_row(arm, name, f"{value:.4g}" if isinstance(value, float) else json.dumps(value))
+    Console(highlight=False).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing, print and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=Path("runs/regime"), help="folder of the runs")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/regime.json"))
+    arguments = parser.parse_args(argv)
+    results: dict[str, Row] = {}
+    start = [f"model.hf={start_folder(arguments.runs)}", "model.shape=null", "model.warm_start.num_steps=0"]
+    for arm in arguments.arms:
+        runs = {seed: arguments.runs / f"{arm}_{seed}" for seed in arguments.seeds}
+        for seed, folder in runs.items():
+            train([*start, *ARMS[arm], f"train.seed={seed}"], folder)
+        results[arm] = JUDGES[arm](runs)
+    print_results(results)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
