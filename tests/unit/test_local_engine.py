@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from megatron_calclip.batch import Completion, SamplingParams
-from megatron_calclip.rollout.engine import Request, RolloutEngine
 from megatron_calclip.rollout.counter_random import splitmix64
+from megatron_calclip.rollout.engine import Request, RolloutEngine
 from megatron_calclip.rollout.local import LocalEngine, _uniform, sample_tokens
 
 SHAPE = {
