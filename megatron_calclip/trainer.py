@@ -137,8 +137,8 @@ class Trainer:
         batch = self.with_advantages(trajectories, experience.rewards)
         with watch.stage("log_probs"):
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
-            if self.step == 0:
-                self.learner.warm_up(prepared)
+            if self.step == 0 and self.learner.warm_up(prepared):
+                self.sync_weights.restart_canary()
             # Complete on every rank: sequence-level weights need whole sequences, which context parallelism divides.
             old = self.learner.gather_tokens(self.learner.log_probs(prepared).log_probs)
             batch = batch.with_log_probs(old_log_probs=old)

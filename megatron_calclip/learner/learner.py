@@ -363,14 +363,17 @@ class Learner:
         """Inside the block live weights are BF16, also with `precision.fp8_param`; for the weights of another policy."""
         return codes_set_aside(self._fp8_linears, self.masters.full)
 
-    def warm_up(self, batch: PreparedBatch) -> None:
+    def warm_up(self, batch: PreparedBatch) -> bool:
         """With delayed scaling, a pass forward and backward that fills the histories of a fresh start, so that no scale is 1.
 
         With a scale of 1 the gradients of a mean over thousands of tokens would all round to zero. Those of the mean
         log-probability have about the size of a policy loss's; the next update drops them.
+
+        Returns:
+            whether there was anything to fill.
         """
         if not self._histories:
-            return
+            return False
         micros = batch.minibatches[0]
 
         def finish(scored: ScoredTokens) -> tuple[Tensor, None]:
@@ -378,6 +381,7 @@ class Learner:
 
         self._run(micros, finish, forward_only=False)
         self.refresh_fp8_params()
+        return True
 
     def shadow_log_probs(self, batch: PreparedBatch, *, minibatch: int | None = None) -> LogProbs:
         """Log-probabilities and entropies in BF16 on the master weights; see `precision.shadow`.

@@ -95,6 +95,10 @@ class WeightSync:
             exit_code=EXIT_FAILED,
         )
 
+    def restart_canary(self) -> None:
+        """Measure d0 anew at the next sync: the learner's precision has changed."""
+        self.first_distance = None
+
     def _send(self, policy_version: int) -> tuple[str | None, dict[str, float]]:
         """One transfer: what is wrong with it on this rank, and its metrics."""
         sent: dict[str, int] = {}
