@@ -152,11 +152,37 @@ class DataConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class VllmConfig:
+    """vLLM servers for `rollout.engine: vllm` (`rollout.vllm`)."""
+
+    urls: tuple[Text, ...] = ()
+    """Servers that are already running (`http://host:port`); replicas of one model."""
+    launch: bool = False
+    """Start servers on rank 0's machine, and end them with the run."""
+    python: Text | None = None
+    """Interpreter that has vLLM, for `launch`; null: this one."""
+    num_servers: PositiveInt = 1
+    """Servers to start."""
+    first_port: Annotated[Int, Field(ge=1024, le=65000)] = 8400
+    """Port of the first one; the others follow."""
+    arguments: tuple[Text, ...] = ()
+    """Further arguments of the servers' command line."""
+    start_timeout_seconds: PositiveFloat = 600.0
+    """How long they may take to come up."""
+    request_timeout_seconds: PositiveFloat = 1800.0
+    """How long the answers to one prompt may take."""
+    num_retries: NonNegativeInt = 3
+    """Further attempts at prompts whose server failed, each after a longer pause."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RolloutConfig:
     """How completions are sampled (`rollout`)."""
 
-    engine: Literal["local"] = "local"
-    """`local`: a transformers model embedded in every rank."""
+    engine: Literal["local", "vllm"] = "local"
+    """`local`: a transformers model embedded in every rank; `vllm`: servers over HTTP."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """The servers."""
     max_new_tokens: PositiveInt = 16
     """Longest completion in tokens, the stop token included."""
     temperature: PositiveFloat = 1.0

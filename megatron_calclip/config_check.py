@@ -166,6 +166,18 @@ def _check_training(config: Config) -> None:
         "rollout.top_p",
         "the learner's probabilities have no nucleus, so ratios would be biased; use 1.0",
     )
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        _check(
+            bool(rollout.vllm.urls) != rollout.vllm.launch,
+            "rollout.vllm",
+            "give the urls of running servers, or launch: true, and not both",
+        )
+        _check(
+            rollout.temperature == 1.0 or rollout.canary_prompts == 0,
+            "rollout.canary_prompts",
+            "vLLM scores the canary at temperature 1 only; use rollout.temperature: 1, or set it to 0",
+        )
     buffer, longest = config.reward.overlong_buffer, config.rollout.max_new_tokens
     _check(
         buffer is None or buffer <= longest,

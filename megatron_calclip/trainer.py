@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -29,7 +30,6 @@ from megatron_calclip.experience import Experience, dynamic_sampling
 from megatron_calclip.hf import load_hf_config, load_tokenizer
 from megatron_calclip.learner import checkpoint
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
-from megatron_calclip.learner.model import DTYPES
 from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.metrics import Stopwatch
@@ -37,7 +37,7 @@ from megatron_calclip.objective import PolicyTokens, policy_objective, policy_to
 from megatron_calclip.precision.backend import remarks
 from megatron_calclip.rewards import load_reward
 from megatron_calclip.rollout.collect import collect
-from megatron_calclip.rollout.local import LocalEngine
+from megatron_calclip.rollout.make import make_engine
 from megatron_calclip.rollout.sync import Canary, WeightSync
 from megatron_calclip.tracking import Tracker, profiled
 from megatron_calclip.warm_start import initial_weights
@@ -93,13 +93,7 @@ class Trainer:
         if resume_from is not None:
             self.calibration.load_state_dict(*checkpoint.load(resume_from, self.learner))
             self.tracker.say(f"resumed from {resume_from} after step {self.step}")
-        self.engine = LocalEngine(
-            self.hf_config,
-            device=runtime.device,
-            dtype=DTYPES[config.rollout.dtype],
-            precision=config.rollout.precision,
-            max_batch_size=config.rollout.max_batch_size,
-        )
+        self.engine = make_engine(config, self.hf_config, self.tokenizer, runtime, self.tracker.say)
         # BF16 weights in an FP32 engine are the same numbers; they need not travel as FP32.
         fp32 = config.rollout.dtype == config.precision.params_dtype == "fp32"
         count = max(config.rollout.canary_prompts, runtime.dp_size) if config.rollout.canary_prompts else 0
@@ -114,7 +108,7 @@ class Trainer:
     def run(self) -> None:
         """Train until `train.num_steps`, evaluate, save, and print a summary."""
         config = self.config
-        with self.tracker:
+        with self.tracker, contextlib.closing(self.engine):
             if self.step >= config.train.num_steps:
                 self.tracker.say(
                     f"nothing to do: {self.run_dir} has done {self.step} of train.num_steps = "

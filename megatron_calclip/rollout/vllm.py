@@ -1,0 +1,421 @@
+"""Rollouts from vLLM servers over HTTP: token ids in, token ids and log-probabilities out.
+
+One or many servers (replicas of the same model) answer; a prompt goes to the one with the fewest prompts in hand. What a
+server may do wrong is bounded: it can be slow, die, restart with old weights, or answer nonsense, and then its prompts
+go to another replica, a limited number of times, with growing pauses. An answer counts only if its server held the
+wanted weights both before and after: nothing is ever trained on that came from others.
+
+Weights travel as one safetensors file that learner and servers can read (`vllm_worker.py` is the other end). A server
+that failed in the middle of an update holds no version and gets no prompts until it has been brought up to date; one
+that restarted is, before the next rollout.
+
+Left out on purpose: NCCL transfer between GPUs, and tokenisation: prompts and answers are ids on both sides.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import math
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_calclip.batch import Completion, SamplingParams
+from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.rollout.counter_random import splitmix64
+from megatron_calclip.rollout.engine import Health, Request, WeightsReceipt
+from megatron_calclip.rollout.fingerprint import fingerprint
+
+MAX_CONCURRENT_PROMPTS = 256
+"""HTTP requests in flight from one rank; a server queues what it cannot batch."""
+_CONTROL_TIMEOUT_SECONDS = 600.0
+"""For updates: a server finishes what it is generating, then reads all weights."""
+_HEALTH_TIMEOUT_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS = 0.5
+_LOG_PROB_SLACK = 1e-3  # rounding may put a probability a little over 1
+
+
+class ServerError(Exception):
+    """A server that did not answer, or not sensibly. The message names it."""
+
+
+@dataclass
+class Server:
+    """One server.
+
+    Args:
+        url: `http://host:port`.
+    """
+
+    url: str
+    num_in_hand: int = 0
+
+    def call(self, path: str, body: Any = None, *, method: str = "POST", timeout: float) -> Any:
+        """One request; its JSON answer, None for an empty one.
+
+        Raises:
+            ServerError: when it cannot be reached, takes too long, or answers with an error or no JSON.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read()
+            return json.loads(text) if text.strip() else None
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:200]!r}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerError(f"{self.url}{path}: {type(error).__name__} ({error})") from None
+
+    def receipt(self) -> WeightsReceipt | None:
+        """What all workers of this server hold; None when they hold nothing complete, or not the same.
+
+        Raises:
+            ServerError: when it does not answer.
+        """
+        answer = self.call("/collective_rpc", {"method": "calclip_receipt"}, timeout=_HEALTH_TIMEOUT_SECONDS)
+        try:
+            results = answer["results"]
+            version, fingerprints = results[0]
+            if version is None or any(result != results[0] for result in results):
+                return None
+            return WeightsReceipt(int(version), {str(name): int(value) for name, value in fingerprints.items()})
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            raise ServerError(f"{self.url}: its receipt cannot be read ({error!r})") from None
+
+    def update(self, path: Path, policy_version: int) -> None:
+        """Load a file of weights; generation pauses, and caches of the old weights are dropped.
+
+        Raises:
+            ServerError: when it fails; the server then holds no complete weights.
+        """
+        info = {"path": str(path), "policy_version": policy_version}
+        steps: tuple[tuple[str, Any], ...] = (
+            ("/pause?mode=wait", None),
+            ("/init_weight_transfer_engine", {"init_info": {}}),
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": info}),
+            ("/finish_weight_update", {"weight_version": str(policy_version)}),
+            ("/reset_prefix_cache", None),
+            ("/resume", None),
+        )
+        for step, body in steps:
+            self.call(step, body, timeout=_CONTROL_TIMEOUT_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Samples of one prompt: one HTTP request. vLLM seeds the i-th of them with seed + i."""
+
+    indices: list[int]
+    """Positions in the caller's list."""
+    prompt: tuple[int, ...]
+    seed: int
+
+
+class VllmEngine:
+    """Client of vLLM servers; every rank has one, rank 0's moves the weights.
+
+    Args:
+        urls: of the servers, at least one.
+        folder: that servers can read, for the file of weights.
+        leader: whether this rank writes the file and updates the servers.
+        model: name under which the servers serve.
+        vocab_size: ids beyond it are nonsense.
+        timeout_seconds: for the answers to one prompt.
+        num_retries: further attempts for a prompt whose server failed.
+        say: prints a line for people.
+        stop: ends the servers that were started for this engine.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        folder: Path,
+        leader: bool,
+        model: str,
+        vocab_size: int,
+        timeout_seconds: float,
+        num_retries: int,
+        say: Callable[[str], None],
+        stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self.folder, self.leader, self.model, self.vocab_size = folder, leader, model, vocab_size
+        self.timeout_seconds, self.num_retries = timeout_seconds, num_retries
+        self.say, self._stop = say, stop
+        self._policy_version: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def policy_version(self) -> int | None:
+        """See `RolloutEngine`."""
+        return self._policy_version
+
+    def health(self) -> Health:
+        """Ready when one server holds the newest weights."""
+        current = self._current_servers()
+        detail = f"{len(current)} of {len(self.servers)} servers serve policy version {self._policy_version}"
+        return Health(bool(current), detail)
+
+    def close(self) -> None:
+        """Stop what was started for this engine."""
+        self._policy_version = None
+        self._stop()
+
+    # Weights.
+
+    def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
+        """Write the stream to a file and let every server load it; see `RolloutEngine.load_weights`.
+
+        Servers that fail are left out until they have been brought up to date.
+
+        Raises:
+            UserError: when none of them could load it.
+        """
+        self._policy_version = None
+        if not self.leader:
+            seen = {name: fingerprint(tensor) for name, tensor in stream}
+            self._policy_version = policy_version
+            return WeightsReceipt(policy_version, seen)  # what the servers hold is the leader's to see
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream}
+        path = self._path(policy_version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        save_file(tensors, aside)
+        aside.rename(path)
+        receipts, problems = [], []
+        for server in self.servers:
+            try:
+                server.update(path, policy_version)
+                if (receipt := server.receipt()) is not None:
+                    receipts.append(receipt)
+                else:
+                    problems.append(f"{server.url} holds no complete weights after its update")
+            except ServerError as error:
+                problems.append(str(error))
+        for problem in problems:
+            self.say(f"rollout: {problem}")
+        if not receipts:
+            raise UserError(
+                "rollout.vllm",
+                f"no server could load the weights: {problems[0]}; look at their logs",
+                exit_code=EXIT_FAILED,
+            )
+        self._policy_version = policy_version
+        for old in path.parent.glob("weights_*.safetensors"):
+            if old != path:
+                old.unlink()
+        # Servers that differ from each other show as one that differs from what was sent.
+        return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
+
+    def _path(self, policy_version: int) -> Path:
+        return self.folder / f"weights_{policy_version}.safetensors"
+
+    def _is_current(self, server: Server) -> bool:
+        try:
+            receipt = server.receipt()
+        except ServerError:
+            return False
+        return receipt is not None and receipt.policy_version == self._policy_version
+
+    def _current_servers(self) -> list[Server]:
+        """Servers that hold the newest weights now."""
+        return [] if self._policy_version is None else [server for server in self.servers if self._is_current(server)]
+
+    def _bring_up_to_date(self) -> None:
+        """Give servers that came back since the last update its weights."""
+        if not self.leader or self._policy_version is None:
+            return
+        for server in self.servers:
+            try:
+                receipt = server.receipt()
+                if receipt is None or receipt.policy_version != self._policy_version:
+                    server.update(self._path(self._policy_version), self._policy_version)
+                    self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
+            except ServerError as error:
+                self.say(f"rollout: {error}")
+
+    # Sampling.
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """Draw one completion for each request; see `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: when no complete weights are loaded.
+            UserError: when prompts stayed unanswered after all attempts.
+        """
+        if self._policy_version is None:
+            raise ValueError("the vLLM servers cannot run: no complete weights; load complete weights first")
+        body = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+
+        def ask(server: Server, group: _Group) -> list[Completion]:
+            answer = self._complete(
+                server, {**body, "prompt": list(group.prompt), "n": len(group.indices), "seed": group.seed}
+            )
+            return self._completions(server, answer, len(group.indices), sampling)
+
+        groups = _group(requests)
+        results = self._distribute(groups, ask)
+        completions: dict[int, Completion] = {}
+        for group, answers in zip(groups, results, strict=True):
+            completions |= zip(group.indices, answers, strict=True)
+        return [completions[index] for index in range(len(requests))]
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
+        """See `RolloutEngine.score`; vLLM has no temperature for tokens that are given.
+
+        Raises:
+            ValueError: for a temperature that is not 1, or when no complete weights are loaded.
+            UserError: when sequences stayed unanswered after all attempts.
+        """
+        if temperature != 1.0:
+            raise ValueError(f"vLLM scores given tokens at temperature 1 only, not {temperature}")
+        if self._policy_version is None:
+            raise ValueError("the vLLM servers cannot run: no complete weights; load complete weights first")
+
+        def ask(server: Server, tokens: Sequence[int]) -> Tensor:
+            answer = self._complete(
+                server, {"prompt": list(tokens), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            )
+            try:
+                entries = answer["choices"][0]["prompt_logprobs"]
+                values = [0.0] + [float(e[str(t)]["logprob"]) for e, t in zip(entries[1:], tokens[1:], strict=True)]
+            except (TypeError, KeyError, ValueError, IndexError) as error:
+                raise ServerError(f"{server.url}: prompt log-probs cannot be read ({error!r})") from None
+            return torch.tensor(values)
+
+        return self._distribute(list(sequences), ask)
+
+    def _distribute(self, jobs: Sequence[Any], ask: Callable[[Server, Any], Any]) -> list[Any]:
+        """Let the servers do the jobs; what a failed or stale server did is done again by another."""
+        results: dict[int, Any] = {}
+        problems: list[str] = ["no server holds the newest weights"]
+        for attempt in range(self.num_retries + 1):
+            if attempt:
+                time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                self._bring_up_to_date()
+            servers = self._current_servers()
+            todo = [index for index in range(len(jobs)) if index not in results]
+            if servers and todo:
+                done, problems = self._round(servers, {index: jobs[index] for index in todo}, ask)
+                still_current = {id(server) for server in servers if self._is_current(server)}
+                results |= {index: result for index, (server, result) in done.items() if id(server) in still_current}
+                stale = [server.url for server in servers if id(server) not in still_current]
+                problems += [f"{url} lost its weights while it answered" for url in stale]
+            if len(results) == len(jobs):
+                return [results[index] for index in range(len(jobs))]
+            for problem in problems[:1]:
+                self.say(f"rollout: {len(jobs) - len(results)} prompts unanswered ({problem})")
+        raise UserError(
+            "rollout.vllm",
+            f"{len(jobs) - len(results)} prompts have no answer after {self.num_retries + 1} attempts ({problems[0]}); "
+            "look at the servers' logs. Nothing of this step was trained on",
+            exit_code=EXIT_FAILED,
+        )
+
+    def _round(
+        self, servers: list[Server], jobs: dict[int, Any], ask: Callable[[Server, Any], Any]
+    ) -> tuple[dict[int, tuple[Server, Any]], list[str]]:
+        """One attempt at every job: who did it with what result, and what went wrong. A server that failed gets no more."""
+        done: dict[int, tuple[Server, Any]] = {}
+        problems: list[str] = []
+        usable = list(servers)
+
+        def work(index: int, job: Any) -> None:
+            with self._lock:
+                if not usable:
+                    return
+                server = min(usable, key=lambda one: one.num_in_hand)
+                server.num_in_hand += 1
+            try:
+                result = ask(server, job)
+                with self._lock:
+                    done[index] = server, result
+            except ServerError as error:
+                with self._lock:
+                    problems.append(str(error))
+                    if server in usable:
+                        usable.remove(server)
+            finally:
+                with self._lock:
+                    server.num_in_hand -= 1
+
+        with ThreadPoolExecutor(min(MAX_CONCURRENT_PROMPTS, len(jobs))) as pool:
+            list(pool.map(work, jobs.keys(), jobs.values()))
+        return done, problems
+
+    def _complete(self, server: Server, body: dict[str, Any]) -> Any:
+        common = {"model": self.model, "logprobs": 0, "return_token_ids": True}
+        return server.call("/v1/completions", common | body, timeout=self.timeout_seconds)
+
+    def _completions(self, server: Server, answer: Any, count: int, sampling: SamplingParams) -> list[Completion]:
+        """The answers to one prompt, if they are what was asked for.
+
+        Raises:
+            ServerError: otherwise.
+        """
+        assert self._policy_version is not None
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            if [choice["index"] for choice in choices] != list(range(count)):
+                raise ServerError(f"{server.url} gave {len(choices)} answers in place of {count}")
+            return [self._completion(server, choice, sampling) for choice in choices]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ServerError(f"{server.url}: its answer cannot be read ({error!r})") from None
+
+    def _completion(self, server: Server, choice: Any, sampling: SamplingParams) -> Completion:
+        tokens = [int(token) for token in choice["token_ids"]]
+        log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        finished = choice["finish_reason"] == "stop"
+        assert self._policy_version is not None
+        sensible = (
+            0 < len(tokens) == len(log_probs) <= sampling.max_new_tokens
+            and all(0 <= token < self.vocab_size for token in tokens)
+            and all(math.isfinite(value) and value <= _LOG_PROB_SLACK for value in log_probs)
+            and choice["finish_reason"] in ("stop", "length")
+            and (tokens[-1] in sampling.stop_token_ids if finished else len(tokens) == sampling.max_new_tokens)
+        )
+        if not sensible:
+            raise ServerError(
+                f"{server.url} gave an answer that makes no sense: {len(tokens)} tokens, {len(log_probs)} log-probs, "
+                f"finish_reason {choice['finish_reason']!r}"
+            )
+        return Completion(tuple(tokens), tuple(min(value, 0.0) for value in log_probs), finished, self._policy_version)
+
+
+def _group(requests: Sequence[Request]) -> list[_Group]:
+    """Runs of neighbouring requests for the same prompt, which share one HTTP request."""
+    groups = []
+    runs = itertools.groupby(enumerate(requests), key=lambda item: (item[1].prompt_token_ids, item[1].seed_key))
+    for (prompt, _), run in runs:
+        members = list(run)
+        groups.append(_Group([index for index, _ in members], prompt, _seed(members[0][1])))
+    return groups
+
+
+def _seed(request: Request) -> int:
+    """A non-negative 32-bit seed from (seed, step, sample id)."""
+    key = torch.zeros((), dtype=torch.int64)
+    for word in (*request.seed_key, request.sample_id):
+        key = splitmix64(key + word)
+    return int(key & 0x7FFFFFFF)

@@ -1,0 +1,254 @@
+"""The client of vLLM servers, against servers that hang, close, lie and forget: no wrong sample gets through."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import LOG_PROB, STOP, FakeVllm, weights_file
+
+from megatron_calclip.batch import SamplingParams
+from megatron_calclip.config import RolloutConfig, VllmConfig
+from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.rollout import vllm, vllm_server
+from megatron_calclip.rollout.engine import Request
+from megatron_calclip.rollout.fingerprint import fingerprint
+from megatron_calclip.rollout.vllm import VllmEngine
+
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=1.0, stop_token_ids=(STOP,))
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+REQUESTS = [Request((prompt, 9), 3 * prompt + index, (0, 1)) for prompt in range(2, 8) for index in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_FIRST_PAUSE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeVllm]]:
+    fakes = [FakeVllm(0), FakeVllm(1)]
+    yield fakes
+    for fake in fakes:
+        fake.close()
+
+
+def make_engine(servers: list[FakeVllm], folder: Path, *, leader: bool = True, retries: int = 3) -> VllmEngine:
+    engine = VllmEngine(
+        [fake.url for fake in servers],
+        folder=folder,
+        leader=leader,
+        model="policy",
+        vocab_size=100,
+        timeout_seconds=0.5,
+        num_retries=retries,
+        say=lambda line: None,
+    )
+    engine.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    return engine
+
+
+def check_answers(engine: VllmEngine) -> set[int]:
+    """Every request has the answer to its own prompt and place; returns the servers that gave them."""
+    completions = engine.generate(REQUESTS, SAMPLING)
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        prompt, _, sample, stop = completion.token_ids
+        assert prompt == request.prompt_token_ids[0] and sample == 20 + request.sample_id % 3 and stop == STOP
+        assert completion.log_probs == (LOG_PROB,) * 4 and completion.finished and completion.policy_version == 4
+    return {completion.token_ids[1] - 10 for completion in completions}
+
+
+def test_samples_of_a_prompt_share_a_request(servers: list[FakeVllm], tmp_path: Path) -> None:
+    assert check_answers(make_engine(servers, tmp_path)) == {0, 1}
+    bodies = [body for fake in servers for body in fake.bodies]
+    assert sorted(tuple(body["prompt"]) for body in bodies) == [(prompt, 9) for prompt in range(2, 8)]
+    assert all(body["n"] == 3 and body["stop_token_ids"] == [STOP] and body["max_tokens"] == 6 for body in bodies)
+    assert len({body["seed"] for body in bodies}) == len(bodies)
+
+
+def test_seeds_are_of_the_sample_and_the_step(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    seeds = []
+    for requests in (
+        REQUESTS[:3],
+        REQUESTS[:3],
+        [Request(r.prompt_token_ids, r.sample_id, (0, 2)) for r in REQUESTS[:3]],
+    ):
+        engine.generate(requests, SAMPLING)
+        seeds.append(next(body["seed"] for fake in servers for body in fake.bodies))
+        for fake in servers:
+            fake.bodies.clear()
+    assert seeds[0] == seeds[1] != seeds[2] and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_weights_arrive_and_old_files_go(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    receipt = engine.load_weights(iter(WEIGHTS.items()), policy_version=5)
+    assert receipt.policy_version == engine.policy_version == 5
+    assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+    assert [path.name for path in weights_file(tmp_path)] == ["weights_5.safetensors"]
+    order = [path for path in servers[0].calls if path != "/collective_rpc"]
+    assert order[-7:] == [
+        "/pause?mode=wait",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/resume",
+    ]
+
+
+def test_a_follower_moves_nothing(servers: list[FakeVllm], tmp_path: Path) -> None:
+    make_engine(servers, tmp_path)
+    updates = len(servers[0].calls)
+    follower = make_engine(servers, tmp_path / "other", leader=False)
+    assert len(servers[0].calls) == updates and not (tmp_path / "other").exists()
+    assert check_answers(follower) == {0, 1}
+
+
+ANSWER_FAULTS = [
+    "hangs",
+    "closes",
+    "error 500",
+    "garbage",
+    "too few",
+    "twice the same",
+    "NaN",
+    "short of log-probs",
+    "unknown token",
+    "no stop token",
+    "empty",
+    "cut short",
+    "aborted",
+    "restarts",
+    "stale",
+]
+
+
+@pytest.mark.parametrize("fault", ANSWER_FAULTS)
+def test_what_one_server_does_wrong_another_does_again(servers: list[FakeVllm], tmp_path: Path, fault: str) -> None:
+    engine = make_engine(servers, tmp_path)
+    servers[0].fault, servers[0].num_faults = fault, 1
+    check_answers(engine)
+    assert servers[0].num_faults == 0
+
+
+@pytest.mark.parametrize("fault", [fault for fault in ANSWER_FAULTS if fault != "hangs"])
+def test_a_fault_of_all_servers_stops_the_step(servers: list[FakeVllm], tmp_path: Path, fault: str) -> None:
+    engine = make_engine(servers, tmp_path, retries=1)
+    for fake in servers:
+        fake.fault, fake.num_faults = fault, 10**6
+    with pytest.raises(UserError, match=r"^rollout\.vllm: \d+ prompts have no answer after 2 attempts") as error:
+        engine.generate(REQUESTS, SAMPLING)
+    assert error.value.exit_code == EXIT_FAILED
+
+
+def test_a_dead_server_is_left_out(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    servers[1].close()
+    assert check_answers(engine) == {0}
+    engine.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    assert engine.health().ready and "1 of 2" in engine.health().detail
+    servers[0].close()
+    with pytest.raises(UserError, match=r"rollout\.vllm: 6 prompts have no answer"):
+        engine.generate(REQUESTS, SAMPLING)
+    with pytest.raises(UserError, match=r"rollout\.vllm: no server could load the weights"):
+        engine.load_weights(iter(WEIGHTS.items()), policy_version=5)
+    assert not engine.health().ready
+    with pytest.raises(ValueError, match="no complete weights"):
+        engine.generate(REQUESTS, SAMPLING)
+
+
+def test_a_server_that_failed_to_update_gets_no_prompts_until_it_has(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    servers[1].fault = "fails to update"
+    receipt = engine.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    assert receipt.policy_version == 4 and servers[1].held[0] is None
+    assert check_answers(engine) == {0}
+    servers[1].fault = None
+    servers[0].fault, servers[0].num_faults = "error 500", 1  # a second attempt brings the other one up to date
+    assert check_answers(engine) == {0, 1} and servers[1].held[0] == 4
+
+
+def test_servers_that_differ_show(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    real = servers[1].handle
+
+    def damaged(handler: Any, path: str, body: Any) -> None:
+        real(handler, path, body)
+        if path == "/update_weights":
+            servers[1].arrived[1]["a"] += 1
+
+    servers[1].handle = damaged  # type: ignore[method-assign]
+    receipt = engine.load_weights(iter(WEIGHTS.items()), policy_version=5)
+    assert receipt.fingerprints["a"] == fingerprint(WEIGHTS["a"]) + 1
+
+
+def test_scores(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path)
+    scores = engine.score([[5, 6, 7], [8], [1, 2]])
+    assert [score.tolist() for score in scores] == [
+        [0.0, pytest.approx(-0.6), pytest.approx(-0.7)],
+        [0.0],
+        [0.0, pytest.approx(-0.2)],
+    ]
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        engine.score([[5, 6]], temperature=0.5)
+
+
+# Starting servers.
+
+
+def test_command_line() -> None:
+    rollout = RolloutConfig(
+        engine="vllm",
+        precision="fp8_per_channel",
+        vllm=VllmConfig(launch=True, python="/v/python", arguments=("--seed", "1")),
+    )
+    line = vllm_server.command(rollout, Path("m"), port=8400, max_sequence_length=64)
+    assert line[:3] == ["/v/python", "-m", "vllm.entrypoints.openai.api_server"] and line[-2:] == ["--seed", "1"]
+    options = dict(zip(line[3::2], line[4::2], strict=True))
+    assert options["--quantization"] == "fp8_per_channel" and options["--host"] == "127.0.0.1"
+    assert options["--max-model-len"] == "64" and options["--logprobs-mode"] == "processed_logprobs"
+    assert "--quantization" not in vllm_server.command(RolloutConfig(), Path("m"), port=1, max_sequence_length=1)
+
+
+class Saved:
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *, timeout: float) -> None:
+    """Servers that are a Python script."""
+    monkeypatch.setattr(vllm_server, "command", lambda *args, **kwargs: [sys.executable, "-c", script])
+    rollout = RolloutConfig(vllm=VllmConfig(launch=True, num_servers=2, start_timeout_seconds=timeout))
+    vllm_server.LaunchedServers(rollout, folder, Saved(), Saved(), max_sequence_length=8)
+
+
+def test_a_server_that_does_not_come_up_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"rollout\.vllm\.launch: the server .* ended with status 3; its log is .*8400"):
+        launch(tmp_path, monkeypatch, "import sys; print('out of memory'); sys.exit(3)", timeout=30)
+    assert "out of memory" in (tmp_path / "server_8400.log").read_text()
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"was not ready after 1 s"):
+        launch(tmp_path, monkeypatch, "import time; time.sleep(60)", timeout=1)
+    assert time.monotonic() - started < 15
+
+
+def test_servers_end_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def prctl(self, option: int, how: int) -> None:
+            calls.append((option, how))
+
+    monkeypatch.setattr(vllm_server.ctypes, "CDLL", lambda name: Library())
+    vllm_server._die_with_parent()
+    assert calls == [(1, signal.SIGTERM)]
