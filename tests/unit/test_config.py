@@ -369,6 +369,19 @@ def test_a_shape_from_a_model_folder_is_named_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "word", "precision", "other"),
     [
+        ("rollout.vllm", "urls", {}, {"rollout": {"engine": "vllm"}}),
+        (
+            "rollout.vllm",
+            "not both",
+            {},
+            {"rollout": {"engine": "vllm", "vllm": {"urls": ["http://x:1"], "launch": True}}},
+        ),
+        (
+            "rollout.canary_prompts",
+            "temperature",
+            {},
+            {"rollout": {"engine": "vllm", "temperature": 0.7, "vllm": {"launch": True}}},
+        ),
         (
             "reward.overlong_buffer",
             "lower it",
