@@ -173,6 +173,8 @@ class VllmConfig:
     """How long the answers to one prompt may take."""
     num_retries: NonNegativeInt = 3
     """Further attempts at prompts whose server failed, each after a longer pause."""
+    recovery_timeout_seconds: NonNegativeFloat = 300.0
+    """How long to wait for a server when none is left; servers of `launch` are started anew."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -52,6 +52,8 @@ def make_engine(
         vocab_size=hf_config.vocab_size,
         timeout_seconds=rollout.vllm.request_timeout_seconds,
         num_retries=rollout.vllm.num_retries,
+        recovery_seconds=rollout.vllm.recovery_timeout_seconds,
         say=say,
+        revive=servers.revive if servers else lambda: None,
         stop=servers.stop if servers else lambda: None,
     )

@@ -137,8 +137,10 @@ class VllmEngine:
         vocab_size: ids beyond it are nonsense.
         timeout_seconds: for the answers to one prompt.
         num_retries: further attempts for a prompt whose server failed.
+        recovery_seconds: how long to wait for a server when none is left.
         say: prints a line for people.
-        stop: ends the servers that were started for this engine.
+        revive: starts servers anew that were started for this engine and have ended.
+        stop: ends them.
     """
 
     def __init__(
@@ -151,13 +153,15 @@ class VllmEngine:
         vocab_size: int,
         timeout_seconds: float,
         num_retries: int,
+        recovery_seconds: float,
         say: Callable[[str], None],
+        revive: Callable[[], None] = lambda: None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.folder, self.leader, self.model, self.vocab_size = folder, leader, model, vocab_size
-        self.timeout_seconds, self.num_retries = timeout_seconds, num_retries
-        self.say, self._stop = say, stop
+        self.timeout_seconds, self.num_retries, self.recovery_seconds = timeout_seconds, num_retries, recovery_seconds
+        self.say, self._revive, self._stop = say, revive, stop
         self._policy_version: int | None = None
         self._lock = threading.Lock()
 
@@ -238,9 +242,10 @@ class VllmEngine:
         return [] if self._policy_version is None else [server for server in self.servers if self._is_current(server)]
 
     def _bring_up_to_date(self) -> None:
-        """Give servers that came back since the last update its weights."""
+        """Start servers anew that have ended, and give those that came back since the last update its weights."""
         if not self.leader or self._policy_version is None:
             return
+        self._revive()
         for server in self.servers:
             try:
                 receipt = server.receipt()
@@ -249,6 +254,17 @@ class VllmEngine:
                     self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
             except ServerError as error:
                 self.say(f"rollout: {error}")
+
+    def _servers_for_a_round(self, attempt: int) -> list[Server]:
+        """Servers with the newest weights; waits for one when there is none, none after `recovery_seconds`."""
+        deadline = time.monotonic() + self.recovery_seconds
+        if attempt:
+            time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+            self._bring_up_to_date()
+        while not (servers := self._current_servers()) and time.monotonic() < deadline:
+            self._bring_up_to_date()
+            time.sleep(_FIRST_PAUSE_SECONDS)
+        return servers
 
     # Sampling.
 
@@ -311,10 +327,7 @@ class VllmEngine:
         results: dict[int, Any] = {}
         problems: list[str] = ["no server holds the newest weights"]
         for attempt in range(self.num_retries + 1):
-            if attempt:
-                time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-                self._bring_up_to_date()
-            servers = self._current_servers()
+            servers = self._servers_for_a_round(attempt)
             todo = [index for index in range(len(jobs)) if index not in results]
             if servers and todo:
                 done, problems = self._round(servers, {index: jobs[index] for index in todo}, ask)

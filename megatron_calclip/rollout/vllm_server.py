@@ -99,23 +99,36 @@ class LaunchedServers:
         ports = [rollout.vllm.first_port + index for index in range(rollout.vllm.num_servers)]
         self.urls = [f"http://{HOST}:{port}" for port in ports]
         self.logs = [folder / f"server_{port}.log" for port in ports]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for port, log in zip(ports, self.logs, strict=True):
-            with log.open("ab") as file:
-                self._processes.append(
-                    subprocess.Popen(
-                        command(rollout, model, port=port, max_sequence_length=max_sequence_length),
-                        env=_environment(),
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=_die_with_parent,
-                    )
-                )
-        self._wait(rollout.vllm.start_timeout_seconds)
+        self._commands = [command(rollout, model, port=port, max_sequence_length=max_sequence_length) for port in ports]
+        self._timeout = rollout.vllm.start_timeout_seconds
+        self._processes = [self._start(index) for index in range(len(ports))]
+        self._wait()
 
-    def _wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        with self.logs[index].open("ab") as file:
+            return subprocess.Popen(
+                self._commands[index],
+                env=_environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def revive(self) -> None:
+        """Start servers anew that have ended, and wait for them.
+
+        Raises:
+            UserError: when one of them does not come up.
+        """
+        ended = [index for index, process in enumerate(self._processes) if process.poll() is not None]
+        for index in ended:
+            self._processes[index] = self._start(index)
+        if ended:
+            self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._timeout
         waiting = list(zip(self.urls, self.logs, self._processes, strict=True))
         while waiting:
             url, log, process = waiting[0]
@@ -123,7 +136,7 @@ class LaunchedServers:
             if process.poll() is not None:
                 problem = f"the server {url} ended with status {process.returncode}"
             elif time.monotonic() > deadline:
-                problem = f"the server {url} was not ready after {timeout:.0f} s"
+                problem = f"the server {url} was not ready after {self._timeout:.0f} s"
             if problem is not None:
                 self.stop()
                 raise UserError("rollout.vllm.launch", f"{problem}; its log is {log}", exit_code=EXIT_FAILED)
