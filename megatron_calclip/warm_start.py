@@ -20,25 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatron_calclip.batch import Completion, Prompt, Trajectories
 from megatron_calclip.config import Config
 from megatron_calclip.data import train_stream
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.initial import random_weights
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.objective import supervised_objective
 from megatron_calclip.tasks import GeneratedTask, generated_task
 from megatron_calclip.weights.load import HFSource
+from megatron_calclip.weights.mapping import ModelShape, hf_specs
 from megatron_calclip.weights.save import save_hf
 
 # Positions of the prompt stream used by the warm start lie far behind those of any RL run.
 _FIRST_POSITION = 1 << 30
 
 
-def _cache_root() -> Path:
-    return Path(os.environ.get("MEGATRON_CALCLIP_CACHE", Path.home() / ".cache" / "megatron_calclip"))
+def cached_folder(config: Config) -> Path:
+    """The HF folder that holds a configuration's warm start, once it has been made."""
+    root = Path(os.environ.get("MEGATRON_CALCLIP_CACHE", Path.home() / ".cache" / "megatron_calclip"))
+    return root / "warm_start" / _cache_key(config)
 
 
 def _cache_key(config: Config) -> str:
@@ -50,6 +53,7 @@ def _cache_key(config: Config) -> str:
     shaping = {
         "format": 3,
         "shape": dataclasses.asdict(m.shape),
+        "init": m.init,
         "tokenizer": [m.tokenizer, m.characters, m.max_sequence_length],
         "warm_start": dataclasses.asdict(m.warm_start),
         "task": [config.data.train, getattr(config.data, config.data.train)],
@@ -74,7 +78,7 @@ def initial_weights(
         return _named(config.model.hf, "model.hf")
     if config.model.warm_start.num_steps == 0:
         return _random_weights(config, hf_config)
-    folder = _cache_root() / "warm_start" / _cache_key(config)
+    folder = cached_folder(config)
     # One rank looks, so that all decide alike even while another run is writing.
     if not runtime.gather_objects(runtime.rank == 0 and _is_whole(folder))[0]:
         _train(config, hf_config, tokenizer, runtime, folder, say)
@@ -99,14 +103,12 @@ def _named(folder: str | Path, setting: str) -> HFSource:
         source = HFSource.from_folder(folder)
     except UserError as error:
         raise UserError(setting, str(error), exit_code=error.exit_code) from None
-    return HFSource(f"{setting}: {source.where}", shapes=source.shapes, read=source.read)
+    return source.named(f"{setting}: {source.where}")
 
 
 def _random_weights(config: Config, hf_config: Any) -> HFSource:
-    """transformers' initialisation under the run's seed: it depends on no layout."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
-        return HFSource.from_tensors(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).state_dict())
+    """Random weights under the run's seed."""
+    return HFSource.from_tensors(random_weights(hf_config, init=config.model.init, seed=config.train.seed))
 
 
 def _demonstrations(
@@ -176,7 +178,7 @@ def _train(
 def _publish(stream: Iterator[tuple[str, Tensor]], folder: Path, hf_config: Any) -> None:
     """Write the cache entry under a name of this process's own, then rename; another run may make it, too."""
     own = folder.with_name(f"{folder.name}.{os.getpid()}")
-    save_hf(stream, own, hf_config=hf_config)
+    save_hf(stream, own, specs=hf_specs(ModelShape.from_hf_config(hf_config), torch.float32), hf_config=hf_config)
     try:
         own.rename(folder)
     except OSError:

@@ -1,8 +1,9 @@
 """How HF tensors form one Megatron tensor, and how tensor parallelism (TP) cuts it.
 
 Each layout has two pairs of inverses, exact to the bit: `join`/`split` between the HF tensors and the full
-Megatron tensor, `shard`/`unshard` between that and what the TP ranks hold. They move rows and columns and
-compute nothing, so they serve tensors of any type, meta tensors included.
+Megatron tensor, `shard`/`unshard` between that and what the TP ranks hold. `blocks` says where in the full tensor
+a shard comes from, as checkpoints record it. All of them move rows and columns and compute nothing, so they serve
+tensors of any type, meta tensors included.
 """
 
 from __future__ import annotations
@@ -34,12 +35,24 @@ class Layout:
         """The full Megatron tensor -> HF tensors; the inverse of `join`, bit for bit. May return views."""
         return [full]
 
+    def blocks(self, full: Tensor, *, rank: int, size: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The contiguous blocks of the full tensor that TP rank `rank` of `size` holds, with their offsets. Views."""
+        return [self._block(full, index=rank, count=size)]
+
+    def _block(self, full: Tensor, *, index: int, count: int) -> tuple[tuple[int, ...], Tensor]:
+        """Block `index` of `count` equal ones along the dimension that TP cuts."""
+        offsets = [0] * full.dim()
+        if self.tp_dim is None:
+            return tuple(offsets), full
+        size, rest = divmod(full.shape[self.tp_dim], count)
+        assert rest == 0, (tuple(full.shape), self.tp_dim, count)
+        offsets[self.tp_dim] = index * size
+        return tuple(offsets), full.narrow(self.tp_dim, index * size, size)
+
     def shard(self, full: Tensor, *, rank: int, size: int) -> Tensor:
         """The full Megatron tensor -> what TP rank `rank` of `size` holds. May return a view."""
-        if self.tp_dim is None:
-            return full
-        assert full.shape[self.tp_dim] % size == 0, (tuple(full.shape), self.tp_dim, size)
-        return full.chunk(size, dim=self.tp_dim)[rank]
+        parts = [block for _, block in self.blocks(full, rank=rank, size=size)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.tp_dim or 0)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """What the TP ranks hold, in rank order -> the full Megatron tensor."""
@@ -73,9 +86,9 @@ class GateUp(Layout):
         """[2 * F, H] -> gate, up."""
         return list(full.chunk(2, dim=0))
 
-    def shard(self, full: Tensor, *, rank: int, size: int) -> Tensor:
-        """[gate; up] -> [gate_r; up_r]."""
-        return torch.cat([Layout.shard(self, half, rank=rank, size=size) for half in full.chunk(2, dim=0)])
+    def blocks(self, full: Tensor, *, rank: int, size: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """[gate; up] -> gate_r, up_r."""
+        return [self._block(full, index=rank + half * size, count=2 * size) for half in (0, 1)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """[gate_r; up_r] of all ranks -> [gate; up]."""

@@ -8,14 +8,16 @@ bad checkpoint leaves the model as it was.
 No rank scatters to another: all read the files, which a node's page cache holds once. Optimizers keep FP32
 masters of their own; the caller refreshes them after loading (Megatron: `optimizer.reload_model_params()`).
 
-Left out on purpose: `.bin` checkpoints (pickles: they can run code) and quantised ones.
+Left out on purpose: `.bin` checkpoints (pickles: they can run code); quantised ones are read through
+`fp8.dequantized`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +30,22 @@ from megatron_calclip.weights.stream import ParallelGroups, global_parameters, g
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's names of types that torch has, too."""
+
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Tensors of older checkpoints that are computed from the configuration."""
 
@@ -37,27 +55,42 @@ class HFSource:
 
     Args:
         where: what to call it in errors.
-        shapes: name -> shape of every tensor.
+        specs: name -> meta tensor (shape and type) of every tensor.
         read: name -> the tensor, on the CPU.
     """
 
-    def __init__(self, where: str, *, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, where: str, *, specs: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         self.where = where
-        self.shapes = shapes
+        self.specs = specs
         self.read = read
+
+    def cast(self, dtype: torch.dtype | None) -> HFSource:
+        """The same tensors in one type; None keeps that of each."""
+        if dtype is None:
+            return self
+        specs = {name: spec.to(dtype) for name, spec in self.specs.items()}
+        return HFSource(self.where, specs=specs, read=lambda name: self.read(name).to(dtype))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, one after another."""
+        return ((name, self.read(name)) for name in self.specs)
+
+    def named(self, where: str) -> HFSource:
+        """The same tensors under another name in errors."""
+        return HFSource(where, specs=self.specs, read=self.read)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, where: str = "state dict") -> HFSource:
         """A checkpoint in memory, such as `model.state_dict()` of a transformers model."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return cls(where, shapes=shapes, read=lambda name: tensors[name].detach())
+        specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        return cls(where, specs=specs, read=lambda name: tensors[name].detach())
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HFSource:
         """A folder with `model.safetensors`, or with several files and their index.
 
-        Files are mapped into memory: opening reads their headers, and `read` touches only what is used of a
-        tensor.
+        Opening reads headers only. A file is mapped into memory for as long as a tensor of it is alive: `read`
+        touches only what is used of a tensor, and nothing that was read stays behind.
 
         Raises:
             UserError: for a folder without safetensors, a file that is missing, cut short or no safetensors,
@@ -66,21 +99,28 @@ class HFSource:
         folder = Path(folder)
         index = _read_index(folder)
         files = sorted(set(index.values())) if index is not None else [SINGLE_FILE]
-        handles = {}
+        paths: dict[str, Path] = {}
+        specs: dict[str, Tensor] = {}
         for file in files:
             opened = _open(folder / file)
-            handles.update({name: opened for name in opened.keys()})  # noqa: SIM118 (it is no mapping)
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                paths[name], specs[name] = folder / file, _spec(opened.get_slice(name), name, folder / file)
         for name, file in (index or {}).items():
-            if name not in handles:
+            if name not in paths:
                 raise UserError(
                     str(folder / file),
                     f"lacks tensor {name!r}, which the index places there; download the folder again",
                 )
-        return cls(
-            str(folder),
-            shapes={name: tuple(opened.get_slice(name).get_shape()) for name, opened in handles.items()},
-            read=lambda name: handles[name].get_tensor(name),
+        return cls(str(folder), specs=specs, read=lambda name: _open(paths[name]).get_tensor(name))
+
+
+def _spec(opened: Any, name: str, path: Path) -> Tensor:
+    dtype = SAFETENSORS_DTYPES.get(opened.get_dtype())
+    if dtype is None:
+        raise UserError(
+            str(path), f"tensor {name!r} has type {opened.get_dtype()}; give a BF16, FP16 or FP32 checkpoint"
         )
+    return torch.empty(opened.get_shape(), dtype=dtype, device="meta")
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -155,7 +195,7 @@ def check_source(source: HFSource, shape: ModelShape) -> None:
         UserError: naming the first tensor that is missing, too many, or of another shape.
     """
     expected = hf_shapes(shape)
-    missing = [name for name in expected if name not in source.shapes]
+    missing = [name for name in expected if name not in source.specs]
     if missing:
         raise UserError(
             source.where,
@@ -165,7 +205,7 @@ def check_source(source: HFSource, shape: ModelShape) -> None:
     ignored = {"lm_head.weight"} if shape.tied else set()
     extra = [
         name
-        for name in source.shapes
+        for name in source.specs
         if name not in expected and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
     ]
     if extra:
@@ -175,9 +215,9 @@ def check_source(source: HFSource, shape: ModelShape) -> None:
             "a plain checkpoint (not quantised, no adapters), or the configuration that belongs to this one",
         )
     for name, size in expected.items():
-        if source.shapes[name] != size:
+        if source.specs[name].shape != size:
             raise UserError(
                 source.where,
-                f"tensor {name!r} has shape {list(source.shapes[name])}, but the configuration says "
+                f"tensor {name!r} has shape {list(source.specs[name].shape)}, but the configuration says "
                 f"{list(size)}; give the configuration that belongs to this checkpoint",
             )

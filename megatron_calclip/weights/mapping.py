@@ -295,6 +295,8 @@ class MappedTensor:
     hf: tuple[HFTensor, ...]
     layout: Layout
     model: ModelShape = field(repr=False)
+    layer: int | None = None
+    """Number of the layer that it belongs to, from 0."""
     expert: int | None = None
     """Number of the expert that it belongs to: TP cuts those over the expert-TP group."""
     copy_name: str | None = None
@@ -313,6 +315,10 @@ class MappedTensor:
     def shard(self, full: Tensor, *, rank: int, size: int) -> Tensor:
         """The full Megatron tensor -> what TP rank `rank` of `size` holds. May return a view."""
         return self.layout.shard(full, rank=rank, size=size)
+
+    def blocks(self, full: Tensor, *, rank: int, size: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Where in the full tensor that comes from: (offsets, block) for each contiguous block. Views."""
+        return self.layout.blocks(full, rank=rank, size=size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """What the TP ranks hold, in rank order -> the full Megatron tensor."""
@@ -338,6 +344,7 @@ def _bind(
         ),
         layout=rule.layout,
         model=shape,
+        layer=layer,
         expert=expert,
         copy_name=OUTPUT.name if tied else None,
     )
@@ -400,3 +407,8 @@ def megatron_names(shape: ModelShape, layer_spec: LayerSpec) -> list[str]:
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all tensors of the HF checkpoint, in streaming order; without `lm_head` when tied."""
     return {hf.name: hf.shape for tensor in mapped_tensors(shape) for hf in tensor.hf}
+
+
+def hf_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of the HF checkpoint as meta tensors of one type, in streaming order."""
+    return {name: torch.empty(size, dtype=dtype, device="meta") for name, size in hf_shapes(shape).items()}

@@ -32,6 +32,7 @@ from megatron_calclip.weights.mapping import (
     ModelShape,
     find_tensor,
     hf_shapes,
+    hf_specs,
     mapped_tensors,
     megatron_names,
 )
@@ -187,6 +188,12 @@ def test_checkpoints_map_exactly_once_and_back(name: str, checkpoints: dict[str,
             full = tensor.join(parts)
             shards = [tensor.shard(full, rank=rank, size=tp) for rank in range(tp)]
             assert all(tuple(shard.shape) == tensor.shard_shape(tp) for shard in shards)
+            restored = torch.full_like(full, torch.nan)
+            for rank in range(tp):
+                for offsets, block in tensor.blocks(full, rank=rank, size=tp):
+                    ends = map(sum, zip(offsets, block.shape, strict=True))
+                    restored[tuple(map(slice, offsets, ends))] = block
+            assert torch.equal(restored, full), tensor.name
             assert all(map(torch.equal, tensor.split(tensor.unshard(shards)), parts)), tensor.name
 
 
@@ -357,7 +364,8 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data[:-8])
     assert "model.safetensors: is cut short or no safetensors file" in error()
     (tmp_path / "model.safetensors").write_bytes(data)
-    assert HFSource.from_folder(tmp_path).shapes == {"a": (64,)}
+    (spec,) = HFSource.from_folder(tmp_path).specs.values()
+    assert spec.shape == (64,) and spec.dtype is torch.float32 and spec.is_meta
 
     (tmp_path / INDEX_FILE).write_text("{}")
     assert "is no index of safetensors files" in error()
@@ -375,12 +383,12 @@ def test_saved_checkpoints_load_in_transformers(
     (checkpoints["qwen2-tied"] / "tokenizer.json").write_text("{}")
     folder = tmp_path / "out"
     save_hf(
-        tensors.items(),
+        reversed(tensors.items()),  # any order: every value has its place
         folder,
+        specs=hf_specs(ModelShape.from_hf_config(CONFIGS["qwen2-tied"]), torch.bfloat16),
         hf_config=CONFIGS["qwen2-tied"],
         tokenizer_files_from=checkpoints["qwen2-tied"],
         max_shard_bytes=max_shard_bytes,
-        dtype=torch.bfloat16,
     )
     files = {path.name: path for path in folder.iterdir()}
     assert ("model.safetensors" in files) == (max_shard_bytes > 20_000)
@@ -399,23 +407,24 @@ def test_saved_checkpoints_load_in_transformers(
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "out"
     config = CONFIGS["qwen2"].to_dict()
-    save_hf([("a", torch.ones(2))], folder, hf_config=config)
+    arguments: dict[str, Any] = dict(specs={"a": torch.empty(2, device="meta")}, hf_config=config)
+    save_hf([("a", torch.ones(2))], folder, **arguments)
     with pytest.raises(UserError, match="exists already"):
-        save_hf([("a", torch.zeros(2))], folder, hf_config=config)
+        save_hf([("a", torch.zeros(2))], folder, **arguments)
 
-    def full_disk(*_: Any, **__: Any) -> None:
+    def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save, "save_file", full_disk)
+        patch.setattr(save, "_bytes", full_disk)
         with pytest.raises(UserError, match="No space left on device"):
-            save_hf([("a", torch.zeros(2))], folder, hf_config=config, overwrite=True)
+            save_hf([("a", torch.zeros(2))], folder, **arguments, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert load_file(folder / "model.safetensors")["a"].tolist() == [1, 1]
 
-    save_hf([("a", torch.zeros(2))], folder, hf_config=config, overwrite=True)
+    save_hf([("a", torch.zeros(2))], folder, **arguments, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert load_file(folder / "model.safetensors")["a"].tolist() == [0, 0]
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="is no HF checkpoint"):  # never delete what may be the user's own
-        save_hf([("a", torch.ones(2))], folder, hf_config=config, overwrite=True)
+        save_hf([("a", torch.ones(2))], folder, **arguments, overwrite=True)
