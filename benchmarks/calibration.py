@@ -27,9 +27,9 @@ during the call (VmHWM, reset just before) minus the resident size before it.
 Exits with status 1 when ours (no bootstrap) is not 5 times as fast as `quantile + balance`, or takes more
 than 5% of the extra memory of `quantile`.
 
-`--run` trains `conf/tiny_cpu.yaml` for 20 steps with one calibration, with all tokens and with half of them, and
-reads its ledger: the share of wall clock, and the share of FLOPs if a token costs the same forward everywhere
-(sampling, pi_old and shadow passes one forward, an update three).
+`--run` trains `conf/tiny_cpu.yaml` from random weights (its cost is that of any weights) for 20 steps with one
+calibration, with all tokens and with half of them, and reads its ledger: the share of wall clock, and the share of
+FLOPs if a token costs the same forward everywhere (sampling, pi_old and shadow passes one forward, an update three).
 
 Left out on purpose: the network, of which a calibration uses one all-reduce of the bytes in the table.
 """
@@ -284,7 +284,7 @@ def measure_run(token_fraction: float) -> dict[str, float]:
         overrides = [
             *(f"calibration.interval={RUN_STEPS}", f"calibration.token_fraction={token_fraction}"),
             *(f"train.num_steps={RUN_STEPS}", "eval.every=0", "eval.num_prompts=8", "checkpoint.save_every=0"),
-            f"run_dir={folder}",
+            *("model.warm_start.num_steps=0", f"run_dir={folder}"),
         ]
         script = Path(__file__).parents[1] / "examples" / "grpo_fp8.py"
         command = [sys.executable, str(script), "tiny_cpu", *overrides]

@@ -23,34 +23,36 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_calclip import warm_start
-from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
-from megatron_calclip.algorithms.replay import replay
+from megatron_calclip.algorithms.calibration_report import CalibrationReport
+from megatron_calclip.algorithms.calibration_settings import START, CalibrationSettings
+from megatron_calclip.algorithms.replay import Replay, replay
 from megatron_calclip.commands.replay import load_dumps
 from megatron_calclip.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "conf" / "noisy_cpu.yaml"
-COMMON = ("calibration.measure=every_step", "checkpoint.save_every=0", "tracking.tensorboard=false")
+COMMON = ("calibration.measure=every_step", "eval.every=0", "checkpoint.save_every=0", "tracking.tensorboard=false")
 ARMS: dict[str, tuple[str, ...]] = {
-    "vanilla": ("calibration.enabled=false", "train.num_steps=20"),
+    "vanilla": ("calibration.enabled=false", "train.num_steps=15"),
     "calibrated": ("calibration.dump=true",),
     "bf16": (
         *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
         "precision.emulation={block_size: null, channel_outlier: 1, first_token_outlier: 1}",
-        "train.num_steps=8",
+        "train.num_steps=5",
     ),
 }
 """Overrides of each arm. The first steps are left out of the multiples: Adam's first updates are not typical."""
 FIRST_STEP = 5
+PAPER_GRID = CalibrationSettings.paper().grid_lower
+NEVER = 10**9
+"""Tail tokens that no run has: a replay that asks for so many keeps its start bounds."""
 
 Row = dict[str, Any]
 
@@ -95,40 +97,41 @@ def settled(reports: Sequence[Row]) -> int | None:
 
 def judge_vanilla(runs: dict[int, Path]) -> Row:
     """Over-clip multiples at the reference bounds."""
-    rows = [row for run in runs.values() for row in read_rows(run / "metrics.jsonl") if row["step"] >= FIRST_STEP]
-    found: Row = {"steps": len(rows)}
-    for side in ("low", "high"):
-        clipped8, clipped16, multiple = pooled(rows, side)
-        found |= {f"{side}_fp8": clipped8, f"{side}_bf16": clipped16, f"{side}_multiple": multiple}
-    found["low_multiple_by_seed"] = {
-        seed: pooled([r for r in read_rows(run / "metrics.jsonl") if r["step"] >= FIRST_STEP], "low")[2]
+    rows = {
+        seed: [row for row in read_rows(run / "metrics.jsonl") if row["step"] >= FIRST_STEP]
         for seed, run in runs.items()
     }
-    return found
+    everything = [row for of_seed in rows.values() for row in of_seed]
+    found: Row = {"steps": len(everything)}
+    for side in ("low", "high"):
+        clipped8, clipped16, multiple = pooled(everything, side)
+        found |= {f"{side}_fp8": clipped8, f"{side}_bf16": clipped16, f"{side}_multiple": multiple}
+    return found | {f"low_multiple, seed {seed}": pooled(of_seed, "low")[2] for seed, of_seed in rows.items()}
 
 
 def judge_calibrated(runs: dict[int, Path]) -> Row:
     """Clipping after L has settled, balances, and what the paper's grid would have found."""
-    after, seeds, errors, statuses = [], {}, [], dict.fromkeys(("moved", "unchanged", "edge", "held"), 0)
+    after: list[Row] = []
+    reports: list[Row] = []
+    paper: list[Replay] = []
+    fixed: list[Replay] = []
+    solvable: list[Row] = []
+    by_seed: Row = {}
     for seed, run in runs.items():
-        reports = [row["report"] for row in read_rows(run / "calibration.jsonl") if row["report"]]
-        step = settled(reports)
+        own = [row["report"] for row in read_rows(run / "calibration.jsonl") if row["report"]]
+        step = settled(own)
         rows = [] if step is None else [row for row in read_rows(run / "metrics.jsonl") if row["step"] > step]
-        after += rows
+        reports, after = reports + own, after + rows
         dumps = load_dumps([run])
-        paper_grid = CalibrationSettings().grid_lower
-        paper = replay(dumps, replace(dumps[0].settings, grid_lower=paper_grid)).as_row()
-        for status in statuses:
-            statuses[status] += int(paper[f"num_lower_{status}"] or 0)
-        solved = [row for row in reports if row["upper_status"] in ("moved", "unchanged")]
-        errors += [abs(row["balance_choice"] / row["balance_target"] - 1) for row in solved]
-        seeds[seed] = {
-            "settled_at": step,
-            "lower": [row["lower_after"] for row in reports],
-            "upper": [row["upper_after"] for row in reports],
-            "upper_statuses": [row["upper_status"] for row in reports],
-            "next_low_multiple": pooled(rows, "low")[2],
-            "at_reference": [row["lower_overclip_multiple"] for row in reports],
+        settings = dumps[0].settings
+        paper.append(replay(dumps, replace(settings, grid_lower=PAPER_GRID, start=START)))
+        fixed.append(replay(dumps, replace(settings, start=settings.reference, min_tail_tokens=NEVER)))
+        eager = replay(dumps, replace(settings, min_balance_range=0.0, max_interval_share=1.0))
+        solvable += [row for row in map(CalibrationReport.as_row, eager.reports) if row["upper_status"] != "held"]
+        by_seed |= {
+            f"settled after step, seed {seed}": step,
+            f"low_multiple, seed {seed}": pooled(rows, "low")[2],
+            f"L, seed {seed}": [row["lower_after"] for row in own],
         }
     clipped8, clipped16, multiple = pooled(after, "low")
     return {
@@ -136,11 +139,26 @@ def judge_calibrated(runs: dict[int, Path]) -> Row:
         "low_fp8": clipped8,
         "low_bf16": clipped16,
         "low_multiple": multiple,
-        "seeds": seeds,
-        "balance_solved": len(errors),
-        "balance_largest_error": max(errors, default=None),
-        "paper_grid_lower": statuses,
+        "low_multiple, replayed at the references": next_multiple(fixed),
+        "low_multiple, replayed on the paper's grid": next_multiple(paper),
+        "L by status on the paper's grid": Counter(report.lower.status for run in paper for report in run.reports),
+        **by_seed,
+        "L by status": Counter(row["lower_status"] for row in reports),
+        "H by status": Counter(row["upper_status"] for row in reports),
+        "H with a solution, replayed without the rules for flat balances": len(solvable),
+        "balance at H* there, largest error": largest_error(solvable, "balance_choice"),
+        "balance at the new bounds, largest error": largest_error(reports, "balance_after"),
     }
+
+
+def next_multiple(replays: Sequence[Replay]) -> float:
+    """Tokens with A < 0 that FP8 clips over those that BF16 clips, on the dump after each calibration."""
+    return sum(run.clips.lower8 for run in replays) / sum(run.clips.lower16 for run in replays)
+
+
+def largest_error(reports: Sequence[Row], name: str) -> float | None:
+    """Largest relative distance of a balance from BF16's."""
+    return max((abs(row[name] / row["balance_target"] - 1) for row in reports if row["balance_target"]), default=None)
 
 
 def judge_bf16(runs: dict[int, Path]) -> Row:
@@ -155,11 +173,11 @@ JUDGES = {"vanilla": judge_vanilla, "calibrated": judge_calibrated, "bf16": judg
 
 def print_results(results: dict[str, Row]) -> None:
     """One line for each number."""
-    table = Table(title=f"{CONFIG.name}", show_header=False)
+    width = max(len(name) for found in results.values() for name in found)
     for arm, found in results.items():
         for name, value in found.items():
-            table.add_row(arm, name, f"{value:.4g}" if isinstance(value, float) else json.dumps(value))
-    Console(highlight=False).print(table)
+            text = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+            print(f"{arm:11}{name:{width + 2}}{text}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

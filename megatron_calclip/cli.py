@@ -1,4 +1,4 @@
-"""`megatron-calclip COMMAND ...`: tools around a run, in one process and without a GPU.
+"""`megatron-calclip COMMAND ...`: tools around a run.
 
 What: one table of commands. A command is a module with `add_arguments(parser)` and `run(arguments)`; only the one
 that is called is imported, so that help and usage errors take no time. A `UserError` becomes one line on stderr and
@@ -30,6 +30,9 @@ class Command:
 COMMANDS = {
     "replay": Command(
         "megatron_calclip.commands.replay", "calibrate again, with any settings, on what a run has dumped"
+    ),
+    "diagnose": Command(
+        "megatron_calclip.commands.diagnose", "measure what each FP8 recipe does to a model's importance ratios"
     ),
 }
 

@@ -185,7 +185,10 @@ class RatioStatistics:
 
     def _add_chunk(self, tokens: TokenRatios, weights_unmoved: bool) -> None:
         num_tokens = tokens.sequence_ids.numel()
-        sequences, lengths = torch.unique_consecutive(tokens.sequence_ids, return_counts=True)
+        if self.num_replicates:
+            sequences, lengths = torch.unique_consecutive(tokens.sequence_ids, return_counts=True)
+        else:  # without a bootstrap nothing depends on the sequences
+            sequences, lengths = tokens.sequence_ids[:1], tokens.sequence_ids.new_full((1,), num_tokens)
         if sequences.numel() > MAX_SEQUENCES:
             self._add_chunk(tokens.cut(0, num_tokens // 2), weights_unmoved)
             self._add_chunk(tokens.cut(num_tokens // 2, num_tokens), weights_unmoved)

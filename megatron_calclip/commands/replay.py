@@ -13,14 +13,12 @@ Left out on purpose: how training would have gone on under other bounds, which n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import importlib.util
 import itertools
 import json
 import math
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -34,13 +32,13 @@ from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration_report import BoundReport, Status
 from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
 from megatron_calclip.algorithms.replay import CalibrationDump, Replay, replay
-from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.commands.output import check_plot, writing
+from megatron_calclip.errors import UserError
 
 AS_RUN = "as the run"
 """Name of the run's own settings."""
 
 _PRESETS = {"paper": CalibrationSettings.paper, "robust": CalibrationSettings.robust}
-_PLOT_FORMATS = (".png", ".svg", ".pdf")
 _MAX_SETTINGS = 200
 """More combinations than anybody reads; a slip in --set would otherwise replay for hours."""
 
@@ -78,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         UserError: for paths, settings or files that cannot be used.
     """
     if arguments.plot is not None:
-        _check_plot(arguments.plot)
+        check_plot(arguments.plot)
     dumps = load_dumps(arguments.paths)
     replays: dict[str, Replay] = {}
     for name, settings in variants(dumps[0].settings, arguments.preset, arguments.changes).items():
@@ -88,10 +86,10 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(name, str(error)) from None
     Console(highlight=False).print(_table(dumps, replays))
     if arguments.json is not None:
-        with _writing(arguments.json, "--json"):
+        with writing(arguments.json, "--json"):
             arguments.json.write_text(json.dumps(_as_json(dumps, replays), indent=1) + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        with _writing(arguments.plot, "--plot"):
+        with writing(arguments.plot, "--plot"):
             plot(replays, arguments.plot)
 
 
@@ -266,14 +264,6 @@ def _as_json(dumps: Sequence[CalibrationDump], replays: dict[str, Replay]) -> di
     }
 
 
-def _check_plot(path: Path) -> None:
-    """Refuse before any work what cannot be plotted at the end."""
-    if path.suffix not in _PLOT_FORMATS:
-        raise UserError("--plot", f"{str(path)!r} names no picture; end it in one of {', '.join(_PLOT_FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot", "needs matplotlib: pip install 'megatron-calclip[plot]', or leave --plot out")
-
-
 def plot(replays: dict[str, Replay], path: Path) -> None:
     """The bounds that hold after each calibration over the steps, H above L; crosses mark held ones, triangles the edge.
 
@@ -303,14 +293,3 @@ def plot(replays: dict[str, Replay], path: Path) -> None:
     axes[1].set_xlabel("step (x: held, triangle: at the edge of the grid)")
     axes[0].legend(fontsize="small")
     figure.savefig(path)
-
-
-@contextlib.contextmanager
-def _writing(path: Path, option: str) -> Iterator[None]:
-    """Errors of the file system as the user's."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            option, f"{path} cannot be written ({error.strerror or error}); name a writable file", exit_code=EXIT_FAILED
-        ) from None

@@ -1,7 +1,8 @@
 """Causal attention and rotary embedding over packed sequences, for every device that torch's SDPA runs on.
 
 This is the `local` layer spec's attention; with TransformerEngine its own kernels take the same packed layout. Each
-group of similar sequences (`learner/packing.py`) is one call of `scaled_dot_product_attention`. Under context
+group of similar sequences (`learner/packing.py`) is one call of `scaled_dot_product_attention`. Queries and keys are
+rotated here and not by Megatron, which would compute cosines and sines anew in every layer. Under context
 parallelism keys and values are gathered over the group (their gradients reduce-scattered), which is simple, exact,
 and costs one gather per layer; ring attention is TransformerEngine's.
 """
@@ -20,26 +21,36 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_calclip.learner.packing import AttentionGroup, PackedLayout
+from megatron_calclip.learner.packing import AttentionGroup, PackedLayout, PaddedSlots
+from megatron_calclip.learner.pointwise import rotate
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
     """Megatron's description of a packed micro-batch, with what our attention and rotary embedding need besides.
 
-    `qkv_format` is `thd` for TransformerEngine. For our own attention it is `packed`: Megatron then applies the rotary
-    embedding to all tokens in one go, from per-token frequencies, where its `thd` branch would loop over sequences.
+    `qkv_format` is `thd` for TransformerEngine and `packed` for our own attention.
     """
 
     positions: Tensor | None = None
     """int64 [t]: position of each token in its sequence."""
     groups: tuple[AttentionGroup, ...] = field(default=())
     """Attention calls."""
+    query_slots: PaddedSlots | None = None
+    """See `PackedLayout`."""
+    key_slots: PaddedSlots | None = None
+    """See `PackedLayout`."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosines and signed sines [t, 1, d], float32; `PackedRotaryEmbedding` fills them in on the first pass."""
 
     @classmethod
     def of(cls, layout: PackedLayout, *, thd: bool, device: torch.device) -> PackedTokens:
         """The parameters of one micro-batch, for TransformerEngine (`thd`) or for our own attention."""
         cu_seqlens = layout.cu_seqlens.to(device)
+
+        def slots(table: PaddedSlots | None) -> PaddedSlots | None:
+            return None if thd or table is None else table.to(device)
+
         return cls(
             qkv_format="thd" if thd else "packed",
             cu_seqlens_q=cu_seqlens,
@@ -48,15 +59,18 @@ class PackedTokens(PackedSeqParams):
             max_seqlen_kv=layout.max_seqlen,
             positions=layout.positions.to(device),
             groups=() if thd else tuple(group.to(device) for group in layout.groups),
+            query_slots=slots(layout.query_slots),
+            key_slots=slots(layout.key_slots),
         )
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary frequencies of a packed micro-batch, per token.
+    """Rotary embedding of a packed micro-batch, in the place of Megatron's.
 
-    Megatron asks first for a length, then for the frequencies of that length. For our own attention the 'length'
-    handed back is the tensor of positions, so that each token gets the frequencies of its own position, on any
-    context-parallel rank; for TransformerEngine's `thd` kernels it is the longest sequence, as they expect.
+    Megatron asks first for a length, then for the angles of that length, which every layer applies. For our own
+    attention the 'length' handed back is the micro-batch; its cosines and sines are noted there, once for all layers
+    and passes, and no angles are returned, so that Megatron applies none. For TransformerEngine's `thd` kernels both
+    are what they expect: the longest sequence and its angles.
 
     Args:
         inv_freq: float32 [d / 2] inverse frequencies, scaling (linear, llama3, YaRN ...) already applied.
@@ -69,17 +83,22 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         self.cp_group = None
         self.inv_freq = inv_freq
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Positions [t], or the longest sequence's length for `thd`."""
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> PackedTokens | int:
+        """The micro-batch, or the longest sequence's length for `thd`."""
         packed: PackedTokens = kwargs.get("packed_seq_params") or args[4]
-        return packed.max_seqlen_q if packed.qkv_format == "thd" else packed.positions
+        return packed.max_seqlen_q if packed.qkv_format == "thd" else packed
 
-    def forward(self, positions: Tensor | int, *_: Any, **__: Any) -> Tensor:
-        """Angles [t, 1, 1, d] of the given positions (or of 0..length-1)."""
-        if isinstance(positions, int):
-            positions = torch.arange(positions, device=self.inv_freq.device)
-        half = torch.outer(positions.to(torch.float32), self.inv_freq)
-        return torch.cat((half, half), dim=-1)[:, None, None, :]
+    def forward(self, packed: PackedTokens | int, *_: Any, **__: Any) -> Tensor | None:
+        """Angles [length, 1, 1, d] for `thd`; None otherwise."""
+        if isinstance(packed, int):
+            half = torch.outer(torch.arange(packed, device=self.inv_freq.device).float(), self.inv_freq)
+            return torch.cat((half, half), dim=-1)[:, None, None, :]
+        if packed.rotation is None:
+            assert packed.positions is not None
+            half = torch.outer(packed.positions.float(), self.inv_freq)
+            cos, sin = half.cos(), half.sin()
+            packed.rotation = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+        return None
 
 
 class PackedAttention(MegatronModule):
@@ -126,35 +145,35 @@ class PackedAttention(MegatronModule):
         Returns:
             [t, 1, heads * d].
         """
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        packed = packed_seq_params
+        assert packed.rotation is not None
+        cos, sin = (table.to(query.dtype) for table in packed.rotation)
+        query, key = (rotate(x.squeeze(1), cos, sin) for x in (query, key))
+        value = value.squeeze(1)
         if self.cp_group is not None:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
-        parts = [self._attend(group, query, key, value) for group in packed_seq_params.groups]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, None]
+        if packed.query_slots is not None:
+            assert packed.key_slots is not None
+            query = packed.query_slots.pad(query)
+            key, value = packed.key_slots.pad(key), packed.key_slots.pad(value)
+        query_parts = query.split([group.batch * group.num_queries for group in packed.groups])
+        num_keys = [group.batch * group.num_keys for group in packed.groups]
+        calls = zip(packed.groups, query_parts, key.split(num_keys), value.split(num_keys), strict=True)
+        parts = [self._attend(group, *operands) for group, *operands in calls]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (out if packed.query_slots is None else packed.query_slots.unpad(out))[:, None]
 
     def _attend(self, group: AttentionGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One call of SDPA; returns [tokens of the group, heads * d]."""
-        if group.query_index is None:
-            span = slice(group.start, group.start + group.num_tokens)
-            q, k, v = (x[span].unflatten(0, (group.batch, -1)) for x in (query, key, value))
-        else:
-            assert group.key_index is not None
-            q = _rows(query, group.query_index)
-            k, v = _rows(key, group.key_index), _rows(value, group.key_index)
+        """One call of SDPA on the slots of a group; returns [b * s_q, heads * d]."""
+        q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            q,
+            k,
+            v,
             attn_mask=group.mask,
             is_causal=group.mask is None,
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        out = out.transpose(1, 2).flatten(2).flatten(0, 1)
-        return out if group.output_index is None else out.index_select(0, group.output_index)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] for x [t, heads, d] and index [b, s]; `index_select` because its backward adds whole rows."""
-    return x.flatten(1).index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)

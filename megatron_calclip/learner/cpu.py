@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron_calclip.learner.versions import IMPORTED_LATE
+
 CPU = torch.device("cpu")
 
 # Factories that Megatron calls with an explicit CUDA device.
@@ -177,7 +179,7 @@ def install() -> None:
     if not needed():
         return
     with _compiler_not_loaded():
-        for name in _MODULES:
+        for name in (*_MODULES, *IMPORTED_LATE):
             importlib.import_module(name)
     view = _torch_on_cpu()
     for name, module in list(sys.modules.items()):

@@ -198,7 +198,7 @@ class Learner:
             offsets=offsets,
             cp_size=r.cp_size,
             cp_rank=r.cp_rank,
-            align=r.tp_size if p.sequence_parallel else 1,
+            align=backend.token_multiple(self.config.precision) * (r.tp_size if p.sequence_parallel else 1),
         )
         layouts = [layout(sequences) for sequences in micros]
         if p.vpp:  # the interleaved schedule exchanges activations of one shape

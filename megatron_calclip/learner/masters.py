@@ -66,3 +66,16 @@ class MasterWeights:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)
+
+    @torch.no_grad()
+    def assign(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Give a parameter this master, and its rounding as live value.
+
+        Args:
+            parameter: a live parameter.
+            whole: float32 of its shape, the same on all data-parallel ranks.
+        """
+        part = self._slices.get(id(parameter))
+        if part is not None:
+            part.master.copy_(whole.reshape(-1)[part.start : part.stop])
+        parameter.copy_(whole)

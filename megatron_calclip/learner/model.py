@@ -1,12 +1,11 @@
 """HF config -> Megatron GPTModel chunks, DistributedDataParallel, distributed optimizer, learning-rate schedule.
 
 One code path for CPU and CUDA. What differs is the layer spec (TransformerEngine's where it is present on a GPU,
-else our own: SDPA attention, torch's RMSNorm, Megatron's parallel linears) and the fusions that need CUDA kernels.
+else our own: SDPA attention, RMSNorm, Megatron's parallel linears) and the fusions that need CUDA kernels.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -36,7 +36,9 @@ from megatron_calclip.errors import UserError
 from megatron_calclip.learner import cpu
 from megatron_calclip.learner.attention import PackedAttention, PackedRotaryEmbedding
 from megatron_calclip.learner.parallel_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, make_fp8
+from megatron_calclip.learner.pointwise import rms_norm, swiglu
 from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.learner.versions import mlp_submodules
 from megatron_calclip.precision.backend import choose, transformer_engine_present
 from megatron_calclip.precision.recipes import megatron_fields
 from megatron_calclip.weights.mapping import ModelShape
@@ -135,12 +137,34 @@ def _rope(hf_config: Any) -> tuple[Tensor, float]:
     return inv_freq, factor
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as Megatron builds a norm; marks its weight for the gradient all-reduce of sequence parallelism."""
+class RMSNorm(torch.nn.Module):
+    """As Megatron builds a norm; marks its weight for the gradient all-reduce of sequence parallelism.
+
+    Args:
+        config: `params_dtype` and `sequence_parallel` are read.
+        hidden_size: width of the last dimension.
+        eps: added to the mean square.
+        _: what else Megatron hands to a norm.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., hidden size]; FP32 inside, the result in the dtype of `x`."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP where it is a SwiGLU without biases, as in all models supported here."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [t, 1, h] to (the MLP's output, no bias)."""
+        gate_and_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(gate_and_up))
 
 
 class HiddenOutput(ColumnParallelLinear):
@@ -173,10 +197,7 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None, *, uses_te: boo
         attention.linear_qkv, attention.linear_proj = Fp8ColumnParallelLinear, Fp8RowParallelLinear
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm
-        mlp = block.mlp
-        mlp = (
-            mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-        )  # partial from 0.17 on
+        mlp = mlp_submodules(block.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = Fp8ColumnParallelLinear, Fp8RowParallelLinear
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
@@ -204,6 +225,9 @@ def build_chunks(
         if model.post_process:
             # GPTModel names its output layer's class itself; the weights stay what they are, only forward changes.
             model.output_layer.__class__ = HiddenOutput
+        if not uses_transformer_engine(config.precision):
+            for layer in model.decoder.layers:
+                layer.mlp.__class__ = GatedMLP  # the versions of Megatron name its class in different places
         chunks.append(model.to(runtime.device))
     if megatron.fp8_active:
         backend = choose(config.precision)

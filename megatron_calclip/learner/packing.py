@@ -8,7 +8,9 @@ importance ratios.
 
 `pack` lays one micro-batch out for the model: sequences end to end, cut zigzag over context-parallel ranks as
 TransformerEngine expects it, padded once at the end to the multiple that sequence parallelism or an FP8
-recipe needs. Attention works on groups of neighbouring sequences of similar length, one call per group.
+recipe needs. Attention works on groups of neighbouring sequences of similar length, one call per group; one table
+says which slot of the padded groups each token takes, so that padding all of them is one gather, and so is its
+gradient.
 
 Left out on purpose: splitting one sequence over micro-batches, and balancing by attention FLOPs (quadratic in
 the length): at the lengths of RL the linears dominate.
@@ -22,9 +24,11 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Padding of one attention call: sequences join a group while padded size / tokens stays below this.
 MAX_ATTENTION_PADDING = 1.25
@@ -122,37 +126,76 @@ def plan_step(
     return StepPlan(tuple(minibatches))
 
 
+class _Pad(torch.autograd.Function):
+    """A plain gather's gradient adds rows to zeros; as every token has one slot, this one's is a gather, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
+        return x.flatten(1).index_select(0, token).view(-1, *x.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slot,) = ctx.saved_tensors
+        return grad.flatten(1).index_select(0, slot).view(-1, *grad.shape[1:]), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Its gradient copies rows, where a plain gather's would add them."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
+        ctx.num_slots = len(padded)
+        return padded.index_select(0, slot)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (slot,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_slots, grad.shape[1]).index_copy_(0, slot, grad), None
+
+
+@dataclass(frozen=True)
+class PaddedSlots:
+    """Where tokens lie once the sequences of every attention group are padded: p slots for n tokens, p >= n."""
+
+    token: Tensor
+    """int64 [p]: the token in each slot; any token in a slot of padding."""
+    slot: Tensor
+    """int64 [n]: the slot of each token; no token has two."""
+
+    def to(self, device: torch.device) -> PaddedSlots:
+        """The same tables on a device."""
+        return PaddedSlots(self.token.to(device), self.slot.to(device))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Tokens [n, ...] to slots [p, ...]. The gradient of padding is dropped, whatever it is."""
+        return _Pad.apply(x, self.token, self.slot)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Slots [p, c] to tokens [n, c]. Padding gets a gradient of zero."""
+        return _Unpad.apply(padded, self.slot)
+
+
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Neighbouring sequences that share one attention call, padded to the longest of them.
+    """Neighbouring sequences that share one attention call, padded to the longest of them."""
 
-    Indices address the local queries [t] and the keys gathered over context parallelism [cp * t].
-    """
-
-    query_index: Tensor | None
-    """int64 [b, s_q]; None where the group is a plain view (equal lengths, one context-parallel rank)."""
-    key_index: Tensor | None
-    """int64 [b, s_k]; None with query_index."""
-    output_index: Tensor | None
-    """int64 [tokens]: rows of the flattened [b * s_q] output that hold real tokens; None with query_index."""
+    batch: int
+    """b: sequences."""
+    num_queries: int
+    """s_q: query slots of each."""
+    num_keys: int
+    """s_k: key slots of each."""
     mask: Tensor | None
     """bool [b, 1, s_q, s_k], True where a query sees a key; None for plain causal attention (padding on the
     right needs no mask then, since no real query comes after a padded key)."""
-    start: int
-    """First local token of the group."""
-    num_tokens: int
-    """Local tokens of the group."""
-    batch: int
-    """b: sequences."""
 
     def to(self, device: torch.device) -> AttentionGroup:
-        """The same group with its tables on a device."""
-        tables = {
-            name: table.to(device)
-            for name in ("query_index", "key_index", "output_index", "mask")
-            if (table := getattr(self, name)) is not None
-        }
-        return replace(self, **tables)
+        """The same group with its mask on a device."""
+        return self if self.mask is None else replace(self, mask=self.mask.to(device))
 
 
 @dataclass(frozen=True)
@@ -168,7 +211,11 @@ class PackedLayout:
     max_seqlen: int
     """Longest padded sequence, over all context-parallel ranks."""
     groups: tuple[AttentionGroup, ...]
-    """Attention calls, in token order."""
+    """Attention calls; their slots follow one another in this order."""
+    query_slots: PaddedSlots | None
+    """Slots of the local tokens [t]; None where no group is padded, so that tokens are their own slots."""
+    key_slots: PaddedSlots | None
+    """Slots of the keys gathered over context parallelism [cp * t]; `query_slots` where that is 1."""
 
 
 def _zigzag(length: int, cp_size: int, cp_rank: int) -> list[range]:
@@ -195,42 +242,56 @@ def _group_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _group(lengths: Sequence[int], starts: Sequence[int], cp_size: int, cp_rank: int, total: int) -> AttentionGroup:
-    """Index tables of one attention call.
+def _padded_slots(sequences: Sequence[Sequence[Tensor]]) -> PaddedSlots:
+    """Pad each group of sequences, given as the tokens of each, to its longest."""
+    tokens, slots, start = [], [], 0
+    for group in sequences:
+        size = max(len(sequence) for sequence in group)
+        table = torch.nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=-1).flatten()
+        real = (table >= 0).nonzero()[:, 0]
+        tokens.append(table.clamp(min=0))
+        slots.append(torch.stack([table[real], start + real]))
+        start += len(group) * size
+    token_of, slot_of = torch.cat(slots, dim=1)
+    slot = torch.empty_like(token_of)
+    slot[token_of] = slot_of
+    return PaddedSlots(torch.cat(tokens), slot)
+
+
+def _groups(
+    lengths: Sequence[int], bounds: Sequence[tuple[int, int]], cp_size: int, cp_rank: int
+) -> tuple[list[AttentionGroup], PaddedSlots | None, PaddedSlots | None]:
+    """Attention calls of one micro-batch, with the slots of its queries and keys.
 
     Args:
-        lengths: padded lengths of its sequences, over all context-parallel ranks, longest first.
-        starts: first local token of each.
+        lengths: padded lengths of its sequences, over all context-parallel ranks, in their order.
+        bounds: first and last (excluded) sequence of each group.
         cp_size: context-parallel size.
         cp_rank: this rank.
-        total: local tokens t of the micro-batch.
     """
-    local = [n // cp_size for n in lengths]
-    common = dict(start=starts[0], num_tokens=sum(local), batch=len(lengths))
-    if cp_size == 1 and lengths[0] == lengths[-1]:
-        return AttentionGroup(query_index=None, key_index=None, output_index=None, mask=None, **common)
-    length_of, start_of = torch.tensor(local)[:, None], torch.tensor(starts)[:, None]
-    slot = torch.arange(local[0])[None]
-    real = slot < length_of
-    query_index = torch.where(real, start_of + slot, starts[0])
-    output_index = real.flatten().nonzero()[:, 0]
+    if cp_size == 1 and all(lengths[a] == lengths[b - 1] for a, b in bounds):
+        return [AttentionGroup(b - a, lengths[a], lengths[a], mask=None) for a, b in bounds], None, None
+    local = [length // cp_size for length in lengths]
+    starts = [sum(local[:index]) for index in range(len(local))]
+    total = sum(local)
+    own = [start + torch.arange(size) for start, size in zip(starts, local, strict=True)]
+    query_slots = _padded_slots([own[a:b] for a, b in bounds])
     if cp_size == 1:
-        return AttentionGroup(
-            query_index=query_index, key_index=query_index, output_index=output_index, mask=None, **common
-        )
+        groups = [AttentionGroup(b - a, max(lengths[a:b]), max(lengths[a:b]), mask=None) for a, b in bounds]
+        return groups, query_slots, query_slots
     # Keys arrive rank after rank; bring each sequence's together and let positions decide who sees whom.
-    far = 2 * max(lengths)
-    keys = torch.full((len(lengths), lengths[0]), 0)
-    key_position = torch.full((len(lengths), lengths[0]), far)
-    query_position = torch.zeros_like(query_index)
-    for row, (length, start, size) in enumerate(zip(lengths, starts, local, strict=True)):
-        query_position[row, :size] = _positions(length, cp_size, cp_rank)
-        for rank in range(cp_size):
-            columns = slice(rank * size, (rank + 1) * size)
-            keys[row, columns] = rank * total + start + torch.arange(size)
-            key_position[row, columns] = _positions(length, cp_size, rank)
-    mask = (key_position[:, None] <= query_position[:, :, None])[:, None]
-    return AttentionGroup(query_index=query_index, key_index=keys, output_index=output_index, mask=mask, **common)
+    every = [torch.cat([tokens + rank * total for rank in range(cp_size)]) for tokens in own]
+    groups = []
+    for a, b in bounds:
+        keys = [torch.cat([_positions(length, cp_size, rank) for rank in range(cp_size)]) for length in lengths[a:b]]
+        queries = [_positions(length, cp_size, cp_rank) for length in lengths[a:b]]
+        pad = torch.nn.utils.rnn.pad_sequence
+        # A key of padding lies beyond every query; a query of padding sees the first key, lest its softmax be empty.
+        key_positions = pad(keys, batch_first=True, padding_value=2 * max(lengths))
+        query_positions = pad(queries, batch_first=True, padding_value=0)
+        mask = (key_positions[:, None] <= query_positions[:, :, None])[:, None]
+        groups.append(AttentionGroup(b - a, query_positions.shape[1], key_positions.shape[1], mask=mask))
+    return groups, query_slots, _padded_slots([every[a:b] for a, b in bounds])
 
 
 def pack(
@@ -261,7 +322,7 @@ def pack(
     filler = (_ceil_to(max(local, min_tokens), align) - local) * cp_size
     while filler % multiple:
         filler += align * cp_size
-    source, positions, starts, start = [], [], [], 0
+    source, positions = [], []
     for index, length in zip([*order, -1], [*padded, filler], strict=True):
         if not length:
             continue
@@ -271,16 +332,17 @@ def pack(
         else:
             source.append(torch.where(place < lengths[index], place + offsets[index], -1))
         positions.append(place)
-        starts.append(start)
-        start += place.numel()
     whole = [n for n in [*padded, filler] if n]
-    groups = [_group(whole[a:b], starts[a:b], cp_size, cp_rank, start) for a, b in _group_bounds(padded)]
+    bounds = _group_bounds(padded)
     if filler:  # apart, so that padding never widens a group of real sequences
-        groups.append(_group(whole[-1:], starts[-1:], cp_size, cp_rank, start))
+        bounds.append((len(padded), len(whole)))
+    groups, query_slots, key_slots = _groups(whole, bounds, cp_size, cp_rank)
     return PackedLayout(
         source=torch.cat(source),
         positions=torch.cat(positions),
         cu_seqlens=torch.tensor([0, *whole]).cumsum(0).to(torch.int32),
         max_seqlen=max(whole),
         groups=tuple(groups),
+        query_slots=query_slots,
+        key_slots=key_slots,
     )

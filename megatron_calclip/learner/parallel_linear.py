@@ -5,18 +5,7 @@ sharding, checkpoints and the communication around the GEMM stay Megatron's. Whe
 from its config at every forward pass (`fp8_active`), as Megatron reads `config.fp8` for TransformerEngine's layers:
 the shadow pass switches both in the same place.
 
-Over which group each amax is taken (`precision.amax_group`):
-
-| operand | te (TransformerEngine's rule) | global |
-|---|---|---|
-| weight | this rank's shard | per-tensor: reduced over TP; rowwise: where a row is cut |
-| input of a column-parallel linear | all tokens (under sequence parallelism after the gather, which equals TE's reduction) | the same |
-| input of a row-parallel linear | this rank's shard | reduced over TP (per-tensor and rowwise) |
-| gradient of a column-parallel output | this rank's shard | reduced over TP (per-tensor and rowwise) |
-| gradient of a row-parallel output | all tokens | the same |
-| delayed histories | every amax is reduced over TP, DP and CP at the end of the pass | the same |
-
-Blocks (blockwise, MXFP8) never cross shards whose sizes are multiples of the block, so nothing is reduced for them.
+Over which group each amax is taken (`precision.amax_group`) is a table in `docs/precision.md`.
 """
 
 from __future__ import annotations
@@ -218,8 +207,8 @@ def quantize_parameters(linears: Iterable[_Fp8ParallelLinear], master: MasterWei
 def _hold_codes(weight: Any, codes: WeightCodes) -> None:
     """Make codes the live value of a weight."""
     weight.fp8_codes = codes
-    values = codes.forward.values.float()
-    weight.copy_(values if codes.forward.scale is None else values * codes.forward.scale)
+    values, scale = codes.forward.values, codes.forward.scale
+    weight.copy_(values if scale is None else values.float() * scale)
 
 
 @contextlib.contextmanager

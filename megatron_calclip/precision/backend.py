@@ -12,7 +12,7 @@ import torch
 
 from megatron_calclip.config import Config, EmulationConfig, PrecisionConfig
 from megatron_calclip.errors import UserError
-from megatron_calclip.weights.mapping import ModelShape
+from megatron_calclip.weights.mapping import ModelShape, hf_shapes
 
 # Compute capability from which tensor cores multiply FP8, and from which MXFP8's scales are in hardware.
 _FP8_CAPABILITY = (8, 9)
@@ -85,6 +85,16 @@ def linear_widths(shape: ModelShape, tp: int) -> dict[str, int]:
     }
 
 
+def token_multiple(precision: PrecisionConfig) -> int:
+    """What TransformerEngine's FP8 modules need the number of tokens to be a multiple of, on each rank; 1 for the others.
+
+    Tokens are the contracted dimension of a weight's gradient, so they come in whole blocks, too.
+    """
+    if precision.recipe == "bf16" or choose(precision) != "te":
+        return 1
+    return _WIDTH_MULTIPLES.get(precision.recipe, _GEMM_MULTIPLE)
+
+
 def check(config: Config, shape: ModelShape) -> None:
     """Refuse what this device is known to do wrong; `config_check` has refused what no device can do.
 
@@ -120,6 +130,13 @@ def _check_hardware(config: Config, shape: ModelShape, backend: Literal["te", "s
         return
     if precision.power_of_two_scales is not None:
         raise UserError("precision.power_of_two_scales", "Megatron has no such setting for te; leave it null")
+    if recipe == "rowwise":  # see `te_rowwise`
+        if precision.fp8_param:
+            raise UserError(
+                "precision.fp8_param", "te cannot hold rowwise weights; use backend: scaled_mm, or switch it off"
+            )
+        if any(name.endswith(".bias") for name in hf_shapes(shape)):
+            raise UserError("precision.recipe", "rowwise with te cannot train biases; use backend: scaled_mm")
     if recipe == "tensorwise_delayed" and precision.first_last_layers_bf16:
         raise UserError("precision.first_last_layers_bf16", "Megatron refuses it with delayed scaling; set it to 0")
     if recipe == "mxfp8" and precision.fp8_param and not config.parallel.overlap_param_gather:

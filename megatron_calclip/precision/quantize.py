@@ -26,7 +26,9 @@ from megatron_calclip.precision.scaling import FP32_MANTISSA_BITS, ReduceAmax, S
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-CHUNK_NUMEL = 1 << 16  # two FP32 buffers of this size (512 KiB) stay in a core's L2 cache
+CHUNK_NUMEL = 1 << 17  # two FP32 buffers of this size (1 MiB) stay in a core's L2 cache; smaller ones cost more calls
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_EXPONENT_BITS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,7 @@ def emulate(
     """`quantize` for one or both dimensions in one pass over `x`, with codes that are numbers in `out_dtype`.
 
     Eager torch reads and writes every intermediate, so memory traffic decides the speed: the matrix is worked
-    through in bands of rows that stay in cache, all dimensions at once. Signs are restored last, which keeps those
-    of zeros too.
+    through in bands of rows that stay in cache, all dimensions at once.
 
     Args:
         x: (..., K) BF16 or FP32.
@@ -129,14 +130,10 @@ def emulate(
         emulations.append(_Emulation(tiles, amax, scaling, dtype, matrix, dequantize=dequantize))
 
     results = [torch.empty_like(matrix, dtype=out_dtype) for _ in dims]
-    buffers = torch.empty(3, min(band, shape[0]), shape[1], device=x.device)
+    buffers = torch.empty(2, min(band, shape[0]) * shape[1], device=x.device)
     for start in range(0, shape[0], band):
-        signed = matrix[start : start + band]
-        magnitude, rounded, scratch = buffers[:, : len(signed)]
-        magnitude.copy_(signed.abs())
         for emulation, result in zip(emulations, results, strict=True):
-            emulation.round(magnitude, start, out=rounded, scratch=scratch)
-            result[start : start + band].copy_(rounded).copysign_(signed)
+            emulation.round(matrix[start : start + band], start, out=result[start : start + band], buffers=buffers)
     return [emulation.result(result, x.shape) for emulation, result in zip(emulations, results, strict=True)]
 
 
@@ -195,7 +192,7 @@ class _Tiles:
     def amax_bits(self, magnitude: Tensor) -> Tensor:
         """The same for a band of rows, which may cut tiles that reach from top to bottom; as integers."""
         # Non-negative floats sort like their bits, NaN above infinity, and integers reduce much faster.
-        bits = magnitude.view(torch.int16 if magnitude.dtype is torch.bfloat16 else torch.int32)
+        bits = magnitude.view(_INTEGERS[magnitude.dtype])
         tile_rows = len(bits) if self.grid[0] == 1 else self.tile[0]
         if tile_rows > 1:
             bits = bits.view(-1, tile_rows, bits.shape[1]).amax(1)
@@ -211,26 +208,28 @@ class _Tiles:
         return joined.view(dtype).float()
 
 
-def _round_to_grid(
-    magnitude: Tensor, dtype: torch.dtype, *, floor: Tensor | float, out: Tensor, scratch: Tensor
-) -> None:
-    """Rounds non-negative FP32 numbers to the nearest FP8 value, ties to even.
+def _round_to_grid(x: Tensor, dtype: torch.dtype, *, floor: Tensor, out: Tensor, scratch: Tensor) -> None:
+    """Rounds FP32 or BF16 numbers to the nearest FP8 value, ties to even, by additions in their own dtype.
 
-    Subtracting and adding back a number 2^20 times as large (E5M2: 2^21) leaves the leading 4 (3) bits of
-    the smaller one, rounded by FP32 arithmetic itself. Below FP8's smallest normal the large number is
-    constant, so that a multiple of FP8's smallest subnormal is left. Subtracting comes first: just below
-    powers of two a sum would carry into the next binade and lose one bit more.
+    Adding a large number and subtracting it again leaves a multiple of the large one's last bit. Here that is the last
+    of the 4 (E5M2: 3) leading bits of x, because the large number is x's own power of two times the ratio of the two
+    formats' precisions; times 1.5, so that x of either sign does not carry it into another binade. Below FP8's smallest
+    normal it is constant, so that multiples of FP8's smallest subnormal are left. BF16 sums are FP32 sums, rounded; in
+    FP32 those of BF16 numbers are exact wherever they come near a tie.
 
     Args:
-        magnitude: codes, or codes times powers of two; not above FP8's largest.
+        x: codes, or codes times powers of two; magnitudes not above FP8's largest.
         dtype: FP8 format.
-        floor: a number in the binade of FP8's smallest normal, times the same powers of two.
-        out: for the result; may be `magnitude`.
-        scratch: another FP32 tensor of that size.
+        floor: bits of FP8's smallest normal times the same powers of two, as integers of x's size; broadcasts to x.
+        out: for the result, but for the sign of zeros; may be `x`.
+        scratch: like `x`.
     """
-    ratio = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    torch.clamp(magnitude, min=floor, out=scratch)
-    torch.sub(magnitude, scratch, alpha=ratio, out=out).add_(scratch, alpha=ratio)
+    integers = _INTEGERS[x.dtype]
+    bits = scratch.view(integers)
+    torch.bitwise_and(x.view(integers), _EXPONENT_BITS[x.dtype], out=bits)
+    torch.maximum(bits, floor, out=bits)
+    ratio = 1.5 * torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
+    torch.add(x, scratch, alpha=ratio, out=out).sub_(scratch, alpha=ratio)
 
 
 class _Emulation:
@@ -255,24 +254,40 @@ class _Emulation:
         self.saturates = source.is_cuda or not bool((amax * self.scale <= fp8.max * (1 + 2**-8)).all())
         # Powers of two need not be multiplied in and out again: they only move the place where subnormals begin.
         self.rescales = self.saturates or not (dequantize and scaling.power_of_two and _is_moderate(self.scale))
-        one = torch.ones_like(self.scale)
-        self.floor = 1.5 * fp8.smallest_normal / (one if self.rescales else self.scale)
+        self.work_dtype = torch.float32 if self.rescales else source.dtype
+        floor = fp8.smallest_normal / (torch.ones_like(self.scale[:1, :1]) if self.rescales else self.scale)
+        self.floor = floor.to(self.work_dtype).view(_INTEGERS[self.work_dtype])
 
-    def round(self, magnitude: Tensor, start: int, *, out: Tensor, scratch: Tensor) -> None:
-        """Codes, or their products with the inverse scales, of a band of rows that begins with row `start`: all FP32."""
-        magnitude, out, scratch = (self.tiles.cut(t) for t in (magnitude, out, scratch))
-        first = start // self.tiles.rows_apart
-        scale, inverse, floor = (
-            (t if len(t) == 1 else t[first : first + len(magnitude)])[:, None, :, None]
-            for t in (self.scale, self.inverse, self.floor)
-        )
+    def round(self, source: Tensor, start: int, *, out: Tensor, buffers: Tensor) -> None:
+        """Codes, or their products with the inverse scales, of a band of rows.
+
+        Args:
+            source: the band.
+            start: its first row.
+            out: for the result, BF16 or FP32.
+            buffers: (2, at least the band's elements) float32, overwritten.
+        """
+        tiles, largest = self.tiles, torch.finfo(self.dtype).max
+        spare, scratch = (t.view(self.work_dtype)[: source.numel()].view(source.shape) for t in buffers)
+        rounded = out if out.dtype is self.work_dtype else spare
+        x = tiles.cut(source)
+        target = tiles.cut(rounded)
+        first = start // tiles.rows_apart
+
+        def of_band(values: Tensor) -> Tensor:
+            return (values if len(values) == 1 else values[first : first + len(x)])[:, None, :, None]
+
         if self.rescales:
-            magnitude = torch.mul(magnitude, scale, out=out)
+            rounded.copy_(source)
+            x = target.mul_(of_band(self.scale))
         if self.saturates:
-            magnitude.clamp_(max=torch.finfo(self.dtype).max)
-        _round_to_grid(magnitude, self.dtype, floor=floor, out=out, scratch=scratch)
+            x.clamp_(-largest, largest)
+        _round_to_grid(x, self.dtype, floor=of_band(self.floor), out=target, scratch=tiles.cut(scratch))
         if self.rescales and self.dequantize:
-            out.mul_(inverse)
+            target.mul_(of_band(self.inverse))
+        if rounded is not out:
+            out.copy_(rounded)
+        out.copysign_(source)  # zeros have lost theirs
 
     def result(self, values: Tensor, shape: torch.Size) -> Quantized:
         """All rounded bands together, without the padding."""

@@ -41,7 +41,11 @@ _MEGATRON_RECIPES = {
     "blockwise": "blockwise",
     "mxfp8": "mxfp8",
 }
-ROWWISE_FACTORY = "megatron_calclip.precision.te_rowwise.quantizer_factory"
+ROWWISE_FACTORIES = {
+    "e4m3": "megatron_calclip.precision.te_rowwise.e4m3_factory",
+    "hybrid": "megatron_calclip.precision.te_rowwise.hybrid_factory",
+}
+"""Where Megatron finds our quantisers for TransformerEngine's CustomRecipe, by format."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,11 @@ def megatron_fields(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8_param": precision.fp8_param,
     }
     if precision.recipe == "rowwise":
-        fields["fp8_quantizer_factory"] = ROWWISE_FACTORY
+        # A cached weight would be lost in the first backward pass; `te_rowwise` says why.
+        fields |= {
+            "fp8_quantizer_factory": ROWWISE_FACTORIES[gradient_format(precision)],
+            "disable_parameter_transpose_cache": True,
+        }
     if precision.recipe == "tensorwise_delayed":
         fields |= {
             "fp8_margin": precision.margin,

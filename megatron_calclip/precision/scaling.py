@@ -15,6 +15,7 @@ Legend: a matrix (M, K) has m x k tiles.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -86,6 +87,16 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent as float32 for int32 exponents in [-127, 127], built from bits: exact on every device."""
     bits = (exponent + E8M0_BIAS) << FP32_MANTISSA_BITS
     return torch.where(exponent == -E8M0_BIAS, TWO_TO_MINUS_127, bits).view(torch.float32)
+
+
+@functools.cache
+def _e8m0_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scales and inverse scales [256] of all E8M0 bytes: see `MXScaling.scales`."""
+    exponent = torch.arange(E8M0_NAN + 1, dtype=torch.int32, device=device)
+    scale, inverse = _power_of_two(E8M0_BIAS - exponent), _power_of_two(exponent - E8M0_BIAS)
+    scale[0] = 1.0
+    scale[E8M0_NAN] = inverse[E8M0_NAN] = torch.nan
+    return scale, inverse
 
 
 @dataclass(frozen=True)
@@ -175,10 +186,8 @@ class MXScaling:
         at most 448 * 2^-127 becomes zeros.
         """
         exponent = _e8m0_from_amax(amax, torch.finfo(dtype).max)
-        scale = torch.where(exponent == 0, 1.0, _power_of_two(E8M0_BIAS - exponent))
-        inverse = _power_of_two(exponent - E8M0_BIAS)
-        is_nan = exponent == E8M0_NAN
-        return scale.masked_fill(is_nan, torch.nan), inverse.masked_fill(is_nan, torch.nan)
+        scale, inverse = _e8m0_tables(amax.device)
+        return scale[exponent], inverse[exponent]
 
 
 class DelayedScaling(nn.Module):

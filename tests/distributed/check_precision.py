@@ -23,14 +23,15 @@ from fp8_learners import failures
 from megatron_calclip.learner import cpu
 
 
-def check_histories(root: Path) -> None:
+def check_histories(root: Path, *, every: bool) -> None:
     """Delayed scaling."""
     precision_histories.check_histories("TP2", amax_group="te")
     precision_histories.check_histories("DP2", fp8_param=True)
     precision_histories.check_histories("PP2")
     precision_histories.check_checkpoint("TP2", "TP2", root)
-    precision_histories.check_checkpoint("TP2", "PP2", root)
     precision_histories.check_checkpoint("PP2 VPP2", "TP2", root, first_last_layers_bf16=1)
+    if every:
+        precision_histories.check_checkpoint("TP2", "PP2", root)
 
 
 def check_weights(root: Path) -> None:
@@ -60,7 +61,7 @@ def main(*, every: bool, parts: list[str]) -> int:
         root = Path(shared[0])
         steps: dict[str, Callable[[], None]] = {
             "layouts": lambda: precision_layouts.check_layouts(cases, expected),
-            "histories": lambda: check_histories(root),
+            "histories": lambda: check_histories(root, every=every),
             "shadow": lambda: precision_shadow.check_shadows(every),
             "weights": lambda: check_weights(root),
         }

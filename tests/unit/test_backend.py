@@ -8,7 +8,7 @@ import torch
 
 from megatron_calclip.config import Config, EmulationConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megatron_calclip.errors import UserError
-from megatron_calclip.precision.backend import check, choose, linear_widths, remarks
+from megatron_calclip.precision.backend import check, choose, linear_widths, remarks, token_multiple
 from megatron_calclip.weights.mapping import ModelShape
 
 # Per rank at tp 1: hidden 256, attention 4 x 64 = 256, qkv (4 + 2 * 2) * 64 = 512, ffn 512.
@@ -140,8 +140,23 @@ def test_what_only_emulation_can_do(machine: Any) -> None:
     check(config("blockwise", parallel=tall), wide)
     with pytest.raises(UserError, match=r"^precision.fp8_param: .*tp > 2"):
         check(config("blockwise", fp8_param=True, parallel=tall), wide)
+    refused("precision.fp8_param", config("rowwise", fp8_param=True), "scaled_mm")
+    biased = ModelShape(**{**vars(SHAPE), "model_type": "qwen2"})
+    with pytest.raises(UserError, match=r"^precision.recipe: .*biases"):
+        check(config("rowwise"), biased)
+    check(config("rowwise", backend="scaled_mm", fp8_param=True), biased)
+    check(config("tensorwise"), biased)
     machine(HOPPER)
     refused("precision.output_layer", config("rowwise", output_layer=True), "scaled_mm")
+
+
+def test_token_multiples_are_those_of_te_alone(machine: Any) -> None:
+    machine(BLACKWELL, te=True)
+    expected = {"bf16": 1, "tensorwise": 16, "tensorwise_delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+    assert {recipe: token_multiple(precision(recipe)) for recipe in expected} == expected
+    assert token_multiple(precision("blockwise", backend="emulated")) == 1
+    machine(HOPPER)
+    assert token_multiple(precision("tensorwise")) == 1
 
 
 @pytest.mark.parametrize(

@@ -137,23 +137,42 @@ def test_micro_batch_without_sequences(cp: int, align: int, least: int, size: in
     # (2, 3, 7): 7 local tokens, a multiple of 3 and, for two chunks a rank, of 2: 12.
     for layout in layouts([], [5], cp=cp, align=align, least=least):
         assert layout.source.tolist() == [-1] * size
-        assert sum(group.num_tokens for group in layout.groups) == size
+        assert sum(group.batch * group.num_queries for group in layout.groups) == size
 
 
 def test_groups_of_similar_length() -> None:
     # 8 + 8 + 7: 24 / 23 padded. With 4: 32 / 27 = 1.19. With another 1: 40 / 28 = 1.43, too much.
     (layout,) = layouts([0, 1, 2, 3, 4], [1, 8, 4, 7, 8], cp=1)
-    assert [(group.start, group.num_tokens, group.batch) for group in layout.groups] == [
-        (0, 27, 4),
-        (27, 1, 1),
-    ]
+    assert [(group.batch, group.num_queries) for group in layout.groups] == [(4, 8), (1, 1)]
+
+
+def test_slots_by_hand() -> None:
+    # 3 + 3 + 2 tokens in one group of three times 3 slots, then 1 alone: 9 / 8 padded, and 10 with the last.
+    (layout,) = layouts([0, 1, 2, 3], [3, 3, 2, 1], cp=1)
+    assert [(group.batch, group.num_queries, group.num_keys) for group in layout.groups] == [(3, 3, 3), (1, 1, 1)]
+    slots = layout.query_slots
+    assert slots is not None and slots is layout.key_slots
+    assert slots.token[[0, 1, 2, 3, 4, 5, 6, 7, 9]].tolist() == list(range(9))  # slot 8 is padding
+    assert slots.slot.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_slots_under_context_parallelism_by_hand() -> None:
+    # 4 tokens on each of two ranks: sequence 0 has 2 of them, sequence 1 too. Keys lie rank after rank, 0..3 and
+    # 4..7; sequence 0's are 0 1 4 5 at positions 0 3 1 2, sequence 1's 2 3 6 7 at the same positions.
+    first, second = layouts([0, 1], [4, 4], cp=2)
+    assert first.query_slots is not None and first.key_slots is not None
+    assert first.query_slots.token.tolist() == [0, 1, 2, 3]
+    assert first.key_slots.token.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert first.key_slots.slot.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    (group,) = second.groups  # its queries are at positions 1 and 2
+    assert group.mask is not None
+    assert group.mask[0, 0].tolist() == [[True, False, True, False], [True, False, True, True]]
 
 
 def test_equal_lengths_need_no_tables() -> None:
     (layout,) = layouts([0, 1], [4, 4], cp=1)
-    (group,) = layout.groups
-    assert group == AttentionGroup(None, None, None, None, start=0, num_tokens=8, batch=2)
-    assert group.to(torch.device("cpu")) == group
+    assert layout.groups == (AttentionGroup(batch=2, num_queries=4, num_keys=4, mask=None),)
+    assert layout.query_slots is None and layout.key_slots is None
 
 
 MICRO_BATCHES = {
@@ -162,6 +181,22 @@ MICRO_BATCHES = {
     "align": st.sampled_from([1, 2, 3, 8]),
     "least": st.sampled_from([1, 30]),
 }
+
+
+def check_slots(layout: PackedLayout, size: int, cp: int) -> None:
+    """Every token and every key has one slot of its own, and padding stays small."""
+    num_queries = sum(group.batch * group.num_queries for group in layout.groups)
+    num_keys = sum(group.batch * group.num_keys for group in layout.groups)
+    if layout.query_slots is None:
+        assert layout.key_slots is None and cp == 1 and num_queries == num_keys == size
+        return
+    for slots, num_tokens, num_slots in (
+        (layout.query_slots, size, num_queries),
+        (layout.key_slots, size * cp, num_keys),
+    ):
+        assert slots is not None
+        assert slots.token.numel() == num_slots <= MAX_ATTENTION_PADDING * num_tokens
+        assert torch.equal(slots.token[slots.slot], torch.arange(num_tokens))
 
 
 @given(**MICRO_BATCHES)
@@ -182,31 +217,29 @@ def test_every_token_once(lengths: list[int], cp: int, align: int, least: int) -
         assert edges == ranks[0].cu_seqlens.tolist()
         assert edges[-1] == size * cp and layout.max_seqlen == max(b - a for a, b in itertools.pairwise(edges))
         assert cp == 1 or all(edge % (2 * cp) == 0 for edge in edges)
-        assert [group.start for group in layout.groups] == offsets_of([group.num_tokens for group in layout.groups])
-        assert sum(group.num_tokens for group in layout.groups) == size
-        for group in layout.groups:
-            if group.query_index is not None:
-                assert group.query_index.numel() < MAX_ATTENTION_PADDING * group.num_tokens + 1
+        check_slots(layout, size, cp)
     # Padding beyond a whole multiple would be waste.
     padded = sum(-(-length // (2 * cp)) * 2 * cp if cp > 1 else length for length in lengths[1:]) // cp
     assert ranks[0].source.numel() < max(padded, least) + 2 * align
 
 
 def grouped_attention(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of local queries [t, d] over gathered keys [cp * t, d], as the groups say, in plain torch."""
-    parts = []
+    """Attention of local queries [t, d] over gathered keys [cp * t, d], as the layout says, in plain torch."""
+    if layout.query_slots is not None and layout.key_slots is not None:
+        query = query[layout.query_slots.token]
+        key, value = key[layout.key_slots.token], value[layout.key_slots.token]
+    parts, first_query, first_key = [], 0, 0
     for group in layout.groups:
-        rows = (
-            torch.arange(group.start, group.start + group.num_tokens).view(group.batch, -1)
-            if group.query_index is None
-            else group.query_index
-        )
-        columns = rows if group.key_index is None else group.key_index
-        visible = torch.ones(rows.size(1), columns.size(1)).tril().bool() if group.mask is None else group.mask[:, 0]
-        scores = (query[rows] @ key[columns].transpose(1, 2)).masked_fill(~visible, -torch.inf)
-        out = (scores.softmax(-1) @ value[columns]).flatten(0, 1)
-        parts.append(out if group.output_index is None else out[group.output_index])
-    return torch.cat(parts)
+        num_queries, num_keys = group.batch * group.num_queries, group.batch * group.num_keys
+        q = query[first_query : first_query + num_queries].unflatten(0, (group.batch, -1))
+        k, v = (x[first_key : first_key + num_keys].unflatten(0, (group.batch, -1)) for x in (key, value))
+        visible = torch.ones(q.size(1), k.size(1)).tril().bool() if group.mask is None else group.mask[:, 0]
+        scores = (q @ k.transpose(1, 2)).masked_fill(~visible, -torch.inf)
+        parts.append((scores.softmax(-1) @ v).flatten(0, 1))
+        first_query, first_key = first_query + num_queries, first_key + num_keys
+    assert first_query == len(query) and first_key == len(key)
+    out = torch.cat(parts)
+    return out if layout.query_slots is None else out[layout.query_slots.slot]
 
 
 @given(**MICRO_BATCHES, seed=st.integers(0, 100))
@@ -238,3 +271,19 @@ def test_attention_over_groups_is_attention_of_each_sequence(
         real = layout.source >= 0
         torch.testing.assert_close(out[real], expected[layout.source[real]])
         assert torch.isfinite(out).all()  # a row that sees nothing would be NaN, and so would its gradient
+
+
+def test_padding_and_its_gradient() -> None:
+    # Sequences of 3 and 2 tokens in one group of two times 3 slots.
+    (layout,) = layouts([0, 1], [3, 2], cp=1)
+    slots = layout.query_slots
+    assert slots is not None
+    x = torch.arange(10.0).view(5, 1, 2).requires_grad_()
+    padded = slots.pad(x)
+    assert padded.shape == (6, 1, 2) and torch.equal(padded[:5], x)
+    weights = torch.full((6, 1, 2), 7.0)
+    weights[5] = torch.nan  # of padding: dropped
+    assert torch.autograd.grad((padded * weights)[:, 0].sum(), x)[0].tolist() == [[[7.0, 7.0]]] * 5
+    rows = torch.arange(12.0).view(6, 2).requires_grad_()
+    assert torch.equal(slots.unpad(rows), rows[:5])
+    assert torch.autograd.grad(slots.unpad(rows).sum(), rows)[0].tolist() == [[1.0, 1.0]] * 5 + [[0.0, 0.0]]

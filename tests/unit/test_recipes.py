@@ -106,7 +106,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "rowwise": {
         "fp8": "e4m3",
         "fp8_recipe": "custom",
-        "fp8_quantizer_factory": "megatron_calclip.precision.te_rowwise.quantizer_factory",
+        "fp8_quantizer_factory": "megatron_calclip.precision.te_rowwise.e4m3_factory",
+        "disable_parameter_transpose_cache": True,
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
@@ -119,6 +120,13 @@ def test_fields_for_megatron(name: str) -> None:
     delayed = {"margin": 1, "amax_history_length": 16, "amax_compute_algo": "most_recent"}
     precision = PrecisionConfig(recipe=name, fp8_param=True, **delayed)
     assert megatron_fields(precision) == FIELDS[name] | {"fp8_param": True}
+
+
+def test_rowwise_factory_follows_the_format() -> None:
+    """TransformerEngine's custom recipe takes formats from the factory alone."""
+    for name in ("e4m3", "hybrid"):
+        fields = megatron_fields(PrecisionConfig(recipe="rowwise", format=name))
+        assert fields["fp8_quantizer_factory"] == f"megatron_calclip.precision.te_rowwise.{name}_factory"
 
 
 def test_edge_layers_for_megatron() -> None:
