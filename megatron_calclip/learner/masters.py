@@ -57,14 +57,15 @@ class MasterWeights:
                         self._slices[id(parameter)] = _Slice(master, span.start, span.end)
 
     def full(self, parameter: nn.Parameter) -> Tensor:
-        """The whole FP32 master of a live parameter, of its shape; collective over data parallelism."""
+        """The whole FP32 master of a live parameter, of its shape, to be read; collective over data parallelism."""
+        part, group = self._slices.get(id(parameter)), self._groups[id(parameter)]
+        if dist.get_world_size(group) == 1:
+            assert part is not None
+            return part.master.view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        part = self._slices.get(id(parameter))
         if part is not None:
             whole[part.start : part.stop] = part.master
-        group = self._groups[id(parameter)]
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(whole, group=group)
+        dist.all_reduce(whole, group=group)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
