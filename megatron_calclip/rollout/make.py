@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_calclip.config import Config
 from megatron_calclip.rollout.engine import RolloutEngine
@@ -41,8 +42,8 @@ def make_engine(
     servers = None
     if rollout.vllm.launch and runtime.rank == 0:
         say(f"rollout: starting {rollout.vllm.num_servers} vLLM server(s)")
-        limit = config.model.max_sequence_length
-        servers = LaunchedServers(rollout, folder, hf_config, tokenizer, max_sequence_length=limit)
+        model = Path(config.model.hf) if config.model.hf else _random_model(hf_config, tokenizer, folder / "model")
+        servers = LaunchedServers(rollout, model, folder=folder, max_sequence_length=config.model.max_sequence_length)
     urls = runtime.gather_objects(servers.urls if servers else list(rollout.vllm.urls))[0]
     return VllmEngine(
         urls,
@@ -57,3 +58,10 @@ def make_engine(
         revive=servers.revive if servers else lambda: None,
         stop=servers.stop if servers else lambda: None,
     )
+
+
+def _random_model(hf_config: Any, tokenizer: Any, folder: Path) -> Path:
+    """A HF folder with any weights, for servers to start from; small, since models made from scratch are."""
+    AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,7 +39,8 @@ def command(rollout: RolloutConfig, model: Path, *, port: int, max_sequence_leng
 
     Args:
         rollout: precision, dtype, and `vllm` settings.
-        model: folder with config and tokenizer; weights come by the first sync.
+        model: HF folder. Its weights are replaced by the first sync, but they must be there: vLLM's reload of quantised
+            layers does nothing to a model that started from `--load-format dummy`.
         port: to listen on.
         max_sequence_length: prompt and answer.
     """
@@ -48,7 +48,7 @@ def command(rollout: RolloutConfig, model: Path, *, port: int, max_sequence_leng
     return [
         rollout.vllm.python or sys.executable,
         *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--load-format", "dummy", "--served-model-name", MODEL_NAME),
+        *("--model", str(model), "--served-model-name", MODEL_NAME),
         *("--host", HOST, "--port", str(port)),
         *("--dtype", _DTYPES[rollout.dtype], "--max-model-len", str(max_sequence_length)),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -81,21 +81,16 @@ class LaunchedServers:
 
     Args:
         rollout: their settings.
-        folder: for the model's description and the logs.
-        hf_config: of the model.
-        tokenizer: of the model.
+        model: HF folder that they start from.
+        folder: for the logs.
         max_sequence_length: prompt and answer.
 
     Raises:
         UserError: when one of them does not come up.
     """
 
-    def __init__(
-        self, rollout: RolloutConfig, folder: Path, hf_config: Any, tokenizer: Any, *, max_sequence_length: int
-    ) -> None:
-        model = folder / "model"
-        hf_config.save_pretrained(model)
-        tokenizer.save_pretrained(model)
+    def __init__(self, rollout: RolloutConfig, model: Path, *, folder: Path, max_sequence_length: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         ports = [rollout.vllm.first_port + index for index in range(rollout.vllm.num_servers)]
         self.urls = [f"http://{HOST}:{port}" for port in ports]
         self.logs = [folder / f"server_{port}.log" for port in ports]

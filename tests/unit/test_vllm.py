@@ -240,16 +240,11 @@ def test_command_line() -> None:
     assert "--quantization" not in vllm_server.command(RolloutConfig(), Path("m"), port=1, max_sequence_length=1)
 
 
-class Saved:
-    def save_pretrained(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-
-
 def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *, timeout: float) -> None:
     """Servers that are a Python script."""
     monkeypatch.setattr(vllm_server, "command", lambda *args, **kwargs: [sys.executable, "-c", script])
     rollout = RolloutConfig(vllm=VllmConfig(launch=True, num_servers=2, start_timeout_seconds=timeout))
-    vllm_server.LaunchedServers(rollout, folder, Saved(), Saved(), max_sequence_length=8)
+    vllm_server.LaunchedServers(rollout, folder / "model", folder=folder, max_sequence_length=8)
 
 
 def test_a_server_that_does_not_come_up_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +263,7 @@ def test_ended_servers_are_started_anew(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(vllm_server, "command", lambda *args, **kwargs: [sys.executable, "-c", script])
     monkeypatch.setattr(vllm_server.Server, "call", lambda *args, **kwargs: None)
     rollout = RolloutConfig(vllm=VllmConfig(launch=True, num_servers=2))
-    servers = vllm_server.LaunchedServers(rollout, tmp_path, Saved(), Saved(), max_sequence_length=8)
+    servers = vllm_server.LaunchedServers(rollout, tmp_path / "model", folder=tmp_path, max_sequence_length=8)
     try:
         first, second = servers._processes
         first.kill()
