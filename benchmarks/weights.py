@@ -1,7 +1,7 @@
 """Speed and memory of conversion, and speed of the weight stream, beside what the machine can copy.
 
     python -m benchmarks.weights            # a random checkpoint of 1 GB: some minutes, 4 GB of disk
-    python -m benchmarks.weights --quick    # 0.1 GB
+    python -m benchmarks.weights --quick    # 0.2 GB
 
 Each conversion is a process of its own, started as a user starts it. Its peak resident size (ru_maxrss) holds interpreter,
 torch and everything that was read; the limit is 1.3 x twice the largest tensor + 1 GB. Its speed is that of the whole
@@ -62,11 +62,11 @@ def random_tensors(specs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_model(folder: Path, num_bytes: int) -> ModelShape:
-    """A random HF checkpoint of about that size."""
+    """A random HF checkpoint of at least about that size; layers come in pairs, for two pipeline stages."""
     quick = num_bytes < BYTES_OF_EMBEDDINGS
     config = MODEL | ({"vocab_size": 2_000} if quick else {})
     layers = (num_bytes - (0 if quick else BYTES_OF_EMBEDDINGS)) // BYTES_OF_LAYER
-    config["num_hidden_layers"] = max(2, layers - layers % 2)
+    config["num_hidden_layers"] = max(2, layers + 2 - layers % 2)
     shape = ModelShape.from_hf_config(config)
     specs = hf_specs(shape, torch.bfloat16)
     save_hf(random_tensors(specs), folder, specs=specs, hf_config=config)
@@ -208,7 +208,7 @@ def report(
 def main() -> None:
     """Measure, print a table and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a checkpoint of a tenth of the size")
+    parser.add_argument("--quick", action="store_true", help="a checkpoint of a fifth of the size")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """`megatron-calclip diagnose`: what each FP8 recipe does to a model's probabilities and importance ratios.
 
     megatron-calclip diagnose MODEL --config tiny_cpu --set data.train=prompts.jsonl --json noise.json --plot noise.svg
-    torchrun --nproc-per-node 2 -m megatron_calclip.cli diagnose MODEL --config CONFIG --set parallel.pp=2
+    torchrun --nproc-per-node 2 --no-python megatron-calclip diagnose MODEL --config CONFIG --set parallel.pp=2
 
 What: before a run is paid for, the noise that FP8 will put into its ratios, by the run's own learner on the run's own
 layout. MODEL is a HF folder, or a checkpoint of ours with its FP32 masters. Tokens are answers sampled in BF16 by the
@@ -129,7 +129,8 @@ def _run(arguments: argparse.Namespace) -> None:
     overrides = [
         f"model.hf={json.dumps(str(hf_folder))}",
         "model.shape=null",
-        "model.tokenizer=null",
+        # A run's checkpoint is read with the run's configuration, which names its tokenizer; a HF folder has its own.
+        *(["model.tokenizer=null"] if hf_folder == arguments.model else []),
         "model.warm_start.num_steps=0",
         *([f"data.train={json.dumps(arguments.prompts)}"] if arguments.prompts else []),
         *arguments.overrides,
@@ -194,14 +195,12 @@ def diagnose(arguments: argparse.Namespace, reference: Config, variants: Sequenc
         variants: the recipes.
         started: this rank.
     """
-    import torch
-
     from megatron_calclip.algorithms.bounds import ClipBounds
-    from megatron_calclip.convert.checkpoints import open_checkpoint
     from megatron_calclip.data import train_stream
     from megatron_calclip.diagnosis_passes import Diagnosis, Model
     from megatron_calclip.hf import load_hf_config, load_tokenizer
     from megatron_calclip.precision.backend import remarks
+    from megatron_calclip.weights.mapping import ModelShape
 
     def say(text: str) -> None:
         if started.rank == 0:
@@ -209,8 +208,7 @@ def diagnose(arguments: argparse.Namespace, reference: Config, variants: Sequenc
 
     tokenizer = load_tokenizer(reference.model)
     hf_config = load_hf_config(reference, tokenizer)
-    checkpoint = open_checkpoint(arguments.model, dtype=torch.float32)
-    model = Model(hf_config, checkpoint.source, has_masters=checkpoint.weights_folder is not None)
+    model = Model.open(arguments.model, hf_config)
     num_prompts = arguments.num_prompts
     prompts = train_stream(reference, tokenizer).take(0, num_prompts)
     if arguments.text:
@@ -231,7 +229,7 @@ def diagnose(arguments: argparse.Namespace, reference: Config, variants: Sequenc
     )
     reports = []
     for name, config in variants:
-        for line in remarks(config, checkpoint.shape):
+        for line in remarks(config, ModelShape.from_hf_config(hf_config)):
             say(f"{name}: {line}")
         reports.append(diagnosis.measure(name, config))
     return diagnosis.report(reports)

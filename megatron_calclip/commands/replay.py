@@ -30,7 +30,7 @@ from rich.table import Table
 
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration_report import BoundReport, Status
-from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
+from megatron_calclip.algorithms.calibration_settings import START, CalibrationSettings
 from megatron_calclip.algorithms.replay import CalibrationDump, Replay, replay
 from megatron_calclip.commands.output import check_plot, writing
 from megatron_calclip.errors import UserError
@@ -145,14 +145,16 @@ def variants(
     """Settings by name: the run's own first, then all combinations of presets and changes.
 
     Args:
-        own: the run's. A preset keeps its references, start and mode, which belong to the algorithm.
+        own: the run's. A preset keeps its references and mode, which belong to the algorithm.
         presets: names; empty stands for the run's own settings.
         changes: `name=v1,v2`.
 
     Raises:
         UserError: for an unknown name, or values that are none.
     """
-    named_presets = {name: _PRESETS[name](reference=own.reference, start=own.start, mode=own.mode) for name in presets}
+    # The start that the presets have for tokens means nothing for sequences, whose bounds lie close to 1.
+    start = START if own.mode == "token" else own.reference
+    named_presets = {name: _PRESETS[name](reference=own.reference, start=start, mode=own.mode) for name in presets}
     options = [_options(change) for change in changes]
     num_settings = max(len(named_presets), 1) * math.prod(len(option) for option in options)
     if num_settings > _MAX_SETTINGS:
@@ -291,5 +293,5 @@ def plot(replays: dict[str, Replay], path: Path) -> None:
     axes[0].set_ylabel("upper bound H")
     axes[1].set_ylabel("lower bound L")
     axes[1].set_xlabel("step (x: held, triangle: at the edge of the grid)")
-    axes[0].legend(fontsize="small")
+    axes[0].legend(fontsize="small", loc="upper left")
     figure.savefig(path)

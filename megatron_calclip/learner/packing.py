@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Padding of one attention call: sequences join a group while padded size / tokens stays below this.
-MAX_ATTENTION_PADDING = 1.25
+# Padding of one attention call: sequences join a group while padded size / tokens stays below this. Attention pays the
+# square of it; one more call costs less. Of 1.25, 1.1 and 1.05 the middle was fastest (docs/performance.md).
+MAX_ATTENTION_PADDING = 1.1
 
 
 @dataclass(frozen=True)

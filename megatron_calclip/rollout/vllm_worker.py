@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from megatron_calclip.rollout.fingerprint import fingerprint
 
 BACKEND = "safetensors_file"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass
@@ -68,15 +69,22 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Read the file once: into the model, and into the fingerprints."""
         fingerprints: dict[str, int] = {}
+        embeddings: list[Tensor] = []
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             with safe_open(update_info.path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (no dictionary)
                     tensor = file.get_tensor(name)
                     fingerprints[name] = fingerprint(tensor)
+                    if name == EMBEDDING:
+                        embeddings.append(tensor)
                     yield name, tensor
 
         self.model.load_weights(tensors())
+        if self.model_config.hf_config.tie_word_embeddings and embeddings:
+            # The reload gives the output layer a tensor of its own, and loading skips it: it would stay behind.
+            head = self.model.lm_head.weight
+            head.weight_loader(head, embeddings[0])
         self._arrived = _Held(update_info.policy_version, fingerprints)
 
     def finish_weight_update(self) -> None:

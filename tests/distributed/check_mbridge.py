@@ -15,12 +15,13 @@ import torch
 from tiny_learners import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_calclip.learner import cpu
+from megatron_calclip.config import Config, PrecisionConfig
+from megatron_calclip.learner import runtime
 from megatron_calclip.weights.mapping import ModelShape, mapped_tensors
 
 MOE: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16)
 CONFIGS = {
-    "LLaMA2Bridge": LlamaConfig(**SIZES),
+    "LLaMABridge": LlamaConfig(**SIZES),
     "Qwen2Bridge": Qwen2Config(**SIZES),
     "Qwen3Bridge": Qwen3Config(**SIZES, head_dim=16),
     "Qwen3MoEBridge": Qwen3MoeConfig(**SIZES, **MOE),
@@ -29,7 +30,7 @@ CONFIGS = {
 
 def main() -> int:
     """Compare all architectures; 0 when equal."""
-    cpu.install()  # mbridge imports Megatron
+    runtime.start(Config(precision=PrecisionConfig(params_dtype="fp32")))  # mbridge asks Megatron for its groups
     import mbridge.models
 
     num_wrong = 0
@@ -54,6 +55,7 @@ def main() -> int:
         missing = kinds - compared
         num_wrong += len(missing)
         print(f"{name}: {len(compared)} tensors compared, {len(missing)} of transformers' left out")
+    runtime.stop()
     return min(num_wrong, 1)
 
 

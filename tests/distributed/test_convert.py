@@ -7,6 +7,7 @@ folder.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 TOOLS = launching.ROOT / "tools" / "convert"
-TIMEOUT_SECONDS = 400  # a hang is a failure
+TIMEOUT_SECONDS = 600  # a hang is a failure
 LAYOUTS = [("--tp", "1"), ("--pp", "2"), ("--tp", "3")]
 SMOLLM2 = os.environ.get("MEGATRON_CALCLIP_SMOLLM2")
 
@@ -61,6 +62,13 @@ def test_logits_are_transformers_and_a_swap_is_found(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "swapped")
     different = tool("verify.py", tmp_path / "swapped", tmp_path / "megatron", *arguments)
     assert different.returncode == 1 and "NOT the same" in different.stdout, different.stdout + different.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed")
+def test_mbridge_exports_the_same() -> None:
+    output = launching.run(Path(__file__).with_name("check_mbridge.py"), num_processes=1, timeout=TIMEOUT_SECONDS)
+    assert "Qwen3MoEBridge: 87 tensors compared" in output
 
 
 @pytest.mark.slow

@@ -136,6 +136,11 @@ def test_variants_are_all_combinations():
         own, start=ClipBounds(0.8, 1.24), hold_unsolvable=False, schedule="drift", delta_lower=0.02
     )
     assert list(variants(own, [], [])) == [AS_RUN]
+    # A preset has its own start: the run's may lie outside the preset's grid.
+    low = replace(own, grid_lower=(0.2, 0.9, 0.02), start=ClipBounds(0.4, 1.8))
+    assert variants(low, ["paper"], [])["paper"] == CalibrationSettings.paper("dapo")
+    sequences = CalibrationSettings.robust("gspo")
+    assert variants(sequences, ["paper"], [])["paper"] == CalibrationSettings.paper("gspo")
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,17 @@ def test_without_weights_the_rest_is_the_same():
         part.total(Quantity.WEIGHT, precision=Precision.FP8, side=Side.NEGATIVE)
 
 
+def test_without_replicates_the_plain_sums_are_the_same():
+    tokens = random_tokens(70_000, num_sequences=600)  # more than one chunk
+    plain = add(RatioStatistics(LOWER, UPPER, num_replicates=0), tokens)
+    resampled = add(RatioStatistics(LOWER, UPPER, num_replicates=2), tokens)
+    for quantity in Quantity:
+        for precision in Precision:
+            for side in Side:
+                expected = resampled.below(quantity, precision=precision, side=side)[:1]
+                assert torch.equal(plain.below(quantity, precision=precision, side=side), expected)
+
+
 def test_edges_that_are_neighbours_in_float32():
     # A grid for sequence ratios: around 1 the edges are a few float32 steps apart.
     one = torch.tensor(1.0)

@@ -404,6 +404,24 @@ def test_saved_checkpoints_load_in_transformers(
     assert all(torch.equal(model.state_dict()[key], value.bfloat16()) for key, value in tensors.items())
 
 
+def test_values_are_aligned_to_their_size(tmp_path: Path) -> None:
+    # Three bytes before numbers of four: readers that map files need the numbers at multiples of four.
+    tensors = {
+        "a": torch.ones(3).to(torch.float8_e4m3fn),
+        "b": torch.tensor([1.5, -2.0]),
+        "c": torch.ones(1).bfloat16(),
+    }
+    specs = {name: value.to("meta") for name, value in tensors.items()}
+    save_hf(tensors.items(), tmp_path / "out", specs=specs, hf_config={})
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert all(header[name]["data_offsets"][0] % value.itemsize == 0 for name, value in tensors.items())
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(loaded[name].float(), value.float()) for name, value in tensors.items())
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "out"
     config = CONFIGS["qwen2"].to_dict()

@@ -1,0 +1,179 @@
+"""A real vLLM on this machine: scores, weight updates, a killed server, and the main job with FP8 rollouts.
+
+Run by tools/test_vllm.sh, which makes vLLM's environment and names its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from megatron_calclip.batch import SamplingParams
+from megatron_calclip.config import RolloutConfig, VllmConfig
+from megatron_calclip.hf import character_tokenizer
+from megatron_calclip.rollout.engine import Request
+from megatron_calclip.rollout.fingerprint import fingerprint
+from megatron_calclip.rollout.local import LocalEngine
+from megatron_calclip.rollout.vllm import VllmEngine
+from megatron_calclip.rollout.vllm_server import MODEL_NAME, LaunchedServers
+
+pytestmark = pytest.mark.vllm
+
+PYTHON = os.environ.get("MEGATRON_CALCLIP_VLLM_PYTHON")
+ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = ("--enforce-eager", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(64 << 20))
+TOKENIZER = character_tokenizer("0123456789+-*=")
+CONFIG = Qwen2Config(
+    vocab_size=32,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.1,
+    tie_word_embeddings=True,
+    eos_token_id=TOKENIZER.eos_token_id,
+)
+SEQUENCES = [[5, 6, 7, 8, 9, 3], [11, 12, 13, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
+REQUESTS = [Request((5, 6, 7 + prompt), 4 * prompt + index, (0, 1)) for prompt in range(4) for index in range(4)]
+SAMPLING = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_token_ids=(TOKENIZER.eos_token_id,))
+# FP8 sums differ by accumulation; what a stale tensor does is tens of times as large.
+SCORES_AGREE = 0.03
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedServers]:
+    if PYTHON is None:
+        pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
+    rollout = RolloutConfig(
+        engine="vllm",
+        precision="fp8_per_channel",
+        vllm=VllmConfig(launch=True, python=PYTHON, first_port=18400, arguments=ARGUMENTS),
+    )
+    folder = tmp_path_factory.mktemp("vllm")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    began = time.monotonic()
+    launched = LaunchedServers(
+        rollout, folder / "model", folder=folder, max_sequence_length=CONFIG.max_position_embeddings
+    )
+    print(f"server ready after {time.monotonic() - began:.0f} s")
+    yield launched
+    launched.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(servers: LaunchedServers, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    return VllmEngine(
+        servers.urls,
+        folder=tmp_path_factory.mktemp("weights"),
+        leader=True,
+        model=MODEL_NAME,
+        vocab_size=CONFIG.vocab_size,
+        timeout_seconds=120,
+        num_retries=3,
+        recovery_seconds=300,
+        say=print,
+        revive=servers.revive,
+        stop=servers.stop,
+    )
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def distance(scores: list[Tensor], others: list[Tensor]) -> float:
+    return float((torch.cat(scores) - torch.cat(others)).abs().mean())
+
+
+def emulated(seed: int) -> list[Tensor]:
+    engine = LocalEngine(CONFIG, device="cpu", dtype=torch.bfloat16, precision="fp8_per_channel")
+    engine.load_weights(iter(weights(seed).items()), policy_version=0)
+    return engine.score(SEQUENCES)
+
+
+def test_scores_follow_the_weights(engine: VllmEngine) -> None:
+    for version, seed in enumerate([0, 1, 0]):
+        began = time.monotonic()
+        receipt = engine.load_weights(iter(weights(seed).items()), policy_version=version)
+        print(f"update in {1000 * (time.monotonic() - began):.0f} ms")
+        assert receipt.policy_version == version
+        assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in weights(seed).items()}
+        scores = engine.score(SEQUENCES)
+        mine, other = distance(scores, emulated(seed)), distance(scores, emulated(1 - seed))
+        print(f"weights {seed}: |dlogp| to emulated W8A8 {mine:.4f}, to the other weights {other:.4f}")
+        assert mine < SCORES_AGREE < 3 * SCORES_AGREE < other
+
+
+def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
+    engine.load_weights(iter(weights(0).items()), policy_version=3)
+    completions = engine.generate(REQUESTS, SAMPLING)
+    local = LocalEngine(CONFIG, device="cpu", dtype=torch.bfloat16, precision="fp8_per_channel")
+    local.load_weights(iter(weights(0).items()), policy_version=3)
+    sequences = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(REQUESTS, completions, strict=True)]
+    scored = [score[3:] for score in local.score(sequences)]
+    sampled = [torch.tensor(completion.log_probs) for completion in completions]
+    print(f"samples: |dlogp| to emulated W8A8 {distance(sampled, scored):.4f}")
+    assert distance(sampled, scored) < SCORES_AGREE
+    assert len({completion.token_ids for completion in completions}) > len(completions) / 2
+    again = engine.generate(REQUESTS, SAMPLING)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(completions, again, strict=True)) > len(again) / 2
+
+
+def test_a_killed_server_comes_back_with_the_weights(engine: VllmEngine, servers: LaunchedServers) -> None:
+    engine.load_weights(iter(weights(1).items()), policy_version=5)
+    os.killpg(servers._processes[0].pid, signal.SIGKILL)
+    began = time.monotonic()
+    completions = engine.generate(REQUESTS[:4], SAMPLING)
+    print(f"answers {time.monotonic() - began:.0f} s after the server was killed")
+    assert all(completion.policy_version == 5 for completion in completions)
+    assert distance(engine.score(SEQUENCES), emulated(1)) < SCORES_AGREE
+
+
+def test_two_steps_of_the_main_job(tmp_path: Path) -> None:
+    if PYTHON is None:
+        pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
+    vllm: dict[str, Any] = {"launch": True, "python": PYTHON, "first_port": 18410, "arguments": list(ARGUMENTS)}
+    overrides = [
+        "rollout.engine=vllm",
+        f"rollout.vllm={json.dumps(vllm)}",
+        "model.warm_start.num_steps=10",
+        "train.num_steps=2",
+        "train.prompts_per_step=8",
+        "eval.num_prompts=8",
+        "optimizer.lr=1e-3",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    began = time.monotonic()
+    completed = subprocess.run(
+        [*launcher, str(ROOT / "examples" / "grpo_fp8.py"), str(ROOT / "conf" / "tiny_cpu.yaml"), *overrides],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MEGATRON_CALCLIP_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    print(f"two steps in {time.monotonic() - began:.0f} s, server start included")
+    for row in rows[1:]:
+        names = ("canary/mean_abs_dlogp", "mismatch/mean_abs_dlogp", "timing/sync", "timing/rollout")
+        print({name: round(row[name], 4) for name in names})
+        assert 0 < row["mismatch/mean_abs_dlogp"] < 0.2 and row["canary/mean_abs_dlogp"] < 0.2
