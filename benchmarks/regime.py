@@ -43,6 +43,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "vanilla": ("calibration.enabled=false", "train.num_steps=15"),
     "calibrated": ("calibration.dump=true",),
     "bf16": (
+        "calibration.enabled=false",
         *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
         "precision.emulation={block_size: null, channel_outlier: 1, first_token_outlier: 1}",
         "train.num_steps=5",

@@ -54,6 +54,11 @@ ATTRIBUTIONS = {
 }
 
 
+# A step's work on a token, in forward passes: rollout 1, old log-probs 1, training 3 (the backward pass is two). With
+# several epochs or a reference policy it is more, and the shadow's share less.
+RUN_FORWARDS_PER_TOKEN = 5
+
+
 @dataclass
 class Ledger:
     """What calibration has cost so far, on rank 0's clock."""
@@ -66,14 +71,18 @@ class Ledger:
     """Tokens (prompts included) through shadow passes of either kind, over all ranks."""
     run_seconds: float = 0.0
     """Whole training steps, everything included."""
+    run_tokens: int = 0
+    """Tokens (prompts included) of all training steps."""
 
     def row(self) -> dict[str, float]:
         """Metrics."""
+        whole = self.shadow_tokens + RUN_FORWARDS_PER_TOKEN * self.run_tokens
         return {
             "ledger/shadow_seconds": self.shadow_seconds,
             "ledger/study_seconds": self.study_seconds,
             "ledger/shadow_tokens": self.shadow_tokens,
             "ledger/shadow_share": self.shadow_seconds / self.run_seconds if self.run_seconds else 0.0,
+            "ledger/flops_share": self.shadow_tokens / whole if whole else 0.0,
         }
 
 

@@ -342,6 +342,14 @@ class CalibrationConfig:
     """Tail tokens that a lower bound needs; with fewer, calibrations are pooled, or the bound is held."""
     pool: PositiveInt | None = None
     """Calibrations that may be pooled, the present one included."""
+    hold_unsolvable: bool | None = None
+    """Hold an upper bound whose target lies out of the balance's range; else it goes to the grid's end."""
+    min_balance_range: NonNegativeFloat | None = None
+    """Share of its target over which the balance must vary on the grid; an upper bound is held else."""
+    max_interval_share: Annotated[Float, Field(gt=0, le=1)] | None = None
+    """Share of the grid that a bound's interval may cover; a bound is held else."""
+    num_replicates: NonNegativeInt | None = None
+    """Bootstrap replicates behind every interval; 0: no intervals."""
     sequence_grid_width: PositiveFloat | None = None
     """GSPO: candidates lie within this factor of BF16's own spread of log r."""
     measure: Literal["calibration_steps", "every_step"] = "calibration_steps"

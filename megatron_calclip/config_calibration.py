@@ -22,7 +22,8 @@ def calibration_settings(config: Config) -> CalibrationSettings:
     c, a = config.calibration, config.algorithm
     plain = (
         "schedule interval start_step grid_lower grid_upper delta_lower delta_upper minibatches token_fraction balance "
-        "balance_ratio_cap weighting min_tail_tokens pool sequence_grid_width"
+        "balance_ratio_cap weighting min_tail_tokens pool hold_unsolvable min_balance_range max_interval_share "
+        "num_replicates sequence_grid_width"
     )
     changes: dict[str, Any] = {name: getattr(c, name) for name in plain.split() if getattr(c, name) is not None}
     changes |= {name: ClipBounds(*getattr(c, name)) for name in ("start", "reference") if getattr(c, name) is not None}

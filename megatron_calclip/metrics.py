@@ -88,6 +88,9 @@ METRICS: dict[str, Metric] = {
     "ledger/study_seconds": Metric("seconds in shadow passes for studies, since the start", "rank 0"),
     "ledger/shadow_tokens": Metric("tokens through shadow passes, since the start", "all ranks"),
     "ledger/shadow_share": Metric("ledger/shadow_seconds over the seconds of all steps", "rank 0"),
+    "ledger/flops_share": Metric(
+        "forward passes of shadow tokens over those of the whole run (5 a token and step)", "all ranks"
+    ),
     "calibration/alpha": Metric("share of A < 0 tokens that BF16 clips at the lower reference", _PAIRED),
     "calibration/tail_tokens": Metric("those tokens", "sum"),
     "calibration/lower_choice": Metric("L*, before smoothing", _PAIRED),

@@ -159,6 +159,7 @@ class Trainer:
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]
         self.calibration.ledger.run_seconds += timing["timing/step"]
+        self.calibration.ledger.run_tokens += trajectories.tokens.numel()
         return {"step": self.step, **row, **self.calibration.ledger.row(), **timing}
 
     # The stages, in order.
