@@ -79,6 +79,7 @@ def check_trainer(checks: Checks, root: Path, _: Path) -> None:
             checks.close(
                 f"trainer {name}: step {actual['step']}", repeatable(actual), repeatable(expected), tolerance=1e-5
             )
+    check_without_fp8(checks, root)
     last = rows["DP2"][-1]
     trains = last["grad_norm"] > 0 and last["updates/applied"] == 4 and last["clip/low_negative"] > 0
     checks.true("trainer: it trains", trains)
@@ -86,3 +87,21 @@ def check_trainer(checks: Checks, root: Path, _: Path) -> None:
     dropped = [row["rollout/dropped_groups"] for row in rows["DP2"][1:]]
     filled = all(row["reward/equal_groups"] == 0 for row in rows["DP2"][1:])
     checks.true("trainer: groups that teach nothing are replaced", dropped == [2, 2] and filled)
+
+
+def check_without_fp8(checks: Checks, root: Path) -> None:
+    """A BF16 learner is its own shadow: every ratio is the same, and no clip is one too many."""
+    settings = SETTINGS | {
+        "parallel": LAYOUTS["TP2+SP"],
+        "precision": {"params_dtype": "bf16"},
+        "calibration": {"measure": "every_step"},
+        "run_dir": str(root / "bf16"),
+    }
+    config = config_from_dict(settings)
+    with layout(config) as runtime:
+        Trainer(config, runtime).run()
+    measured = [json.loads(line) for line in (root / "bf16" / "metrics.jsonl").read_text().splitlines()][1:]
+    sides = [(row[f"overclip/{side}"], row[f"clip_bf16/num_{side}"]) for row in measured for side in ("low", "high")]
+    checks.true("trainer: without FP8 the ratios have no error", all(row["nmae/ratio"] == 0 for row in measured))
+    clipped = [multiple for multiple, count in sides if count]
+    checks.true(f"trainer: without FP8 multiples are 1 ({clipped})", bool(clipped) and set(clipped) == {1.0})
