@@ -153,7 +153,7 @@ def hf_config() -> dict[str, Any]:
         (["{config}", "algorithm.clip.upper=0.7"], r"algorithm\.clip\.upper: should be greater than 1"),
         (["{config}", "train.seed"], r"train\.seed: is no setting"),
         (["{config}", "precision.fp8_param=true"], r"precision\.fp8_param: needs an FP8 recipe"),
-        (["{config}", "calibration.delta_lower=0.9"], r"calibration\.delta_lower: "),
+        (["{config}", "calibration.balance_ratio_cap=1.5"], r"calibration\.balance_ratio_cap: 1\.5"),
         (["{config}", "rollout.max_new_tokens=32"], r"rollout\.max_new_tokens: leaves no room for a prompt"),
         (
             ["{config}", "--dry-run", "cluster.gpus_per_node=3", "parallel.tp=2"],
