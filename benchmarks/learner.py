@@ -1,8 +1,8 @@
 """Tokens per second of one optimizer step: our learner against TRL's GRPOTrainer and a plain transformers loop.
 
     pip install -c constraints.txt -r benchmarks/requirements.txt
-    python -m benchmarks.learner                              # about six minutes
-    python -m benchmarks.learner --models 1M --dtypes fp32    # about one
+    python -m benchmarks.learner                              # a quarter of an hour
+    python -m benchmarks.learner --models 1M --dtypes fp32    # two minutes
 
 Every arm takes the same weights and token lists (32 sequences with prompts of 16 tokens) through the same step:
 forward, clipped GRPO loss as a mean over tokens, backward, gradient clipping, AdamW. Before anything is timed, the

@@ -288,7 +288,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         state: dict[str, Any] = json.loads(path.read_text())
-        int(state["step"]), int(state["position"])
+        int(state["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             "checkpoint.resume", f"{path} is damaged ({error!r}); set it to another checkpoint's folder"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -62,9 +63,19 @@ _METADATA_GLOBALS = {
 """Module -> names that `.metadata` may refer to."""
 
 
+def _enum_member(enum_class: Any, name: str) -> Enum:
+    """What `getattr` is for in a pickle written by Python 3.11.0 to 3.11.3, and nothing else."""
+    if not isinstance(enum_class, EnumType):
+        raise pickle.UnpicklingError(f"it asks for {name} of {enum_class!r}, which is no part of the format")
+    member: Enum = enum_class[name]
+    return member
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Only what the format consists of."""
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in _METADATA_GLOBALS.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no part of the format")
         return super().find_class(module, name)

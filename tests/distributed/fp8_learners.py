@@ -97,10 +97,15 @@ def started(config: Config) -> Iterator[Runtime]:
     """Megatron's groups for a layout on the ranks that there are."""
     from megatron.core import parallel_state
 
+    world = dist.distributed_c10d._world
+    before = set(world.pg_map)
     try:
         yield runtime.start(config)
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups, but their threads would go on polling: thousands of them after some layouts.
+        for group in set(world.pg_map) - before:
+            dist.destroy_process_group(group)
 
 
 @dataclass

@@ -219,3 +219,11 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(_Malicious(tmp_path / "made")))
     assert "it refers to posix.mkdir, which is no part of the format" in _message(tmp_path)
     assert not (tmp_path / "made").exists()
+
+    class Attribute:
+        def __reduce__(self) -> Any:
+            return getattr, (torch.Size, "numel")
+
+    # Some versions of Python write the members of an enumeration by `getattr`; nothing else may be got that way.
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(Attribute()))
+    assert "it asks for numel of <class 'torch.Size'>" in _message(tmp_path)
