@@ -1,6 +1,6 @@
 """Tokens per second of one optimizer step: our learner against TRL's GRPOTrainer and a plain transformers loop.
 
-    pip install -c constraints.txt -r benchmarks/requirements.txt
+    pip install -c constraints.txt -e '.[bench]'
     python -m benchmarks.learner                              # a quarter of an hour
     python -m benchmarks.learner --models 1M --dtypes fp32    # two minutes
 
