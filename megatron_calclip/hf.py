@@ -10,6 +10,7 @@ code that comes with a model.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ _CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Con
 _PAD, _EOS = "<pad>", "<eos>"
 # A hub that cannot be reached is reported after this; transformers itself would retry for a minute.
 _HUB_TIMEOUT_SECONDS = 10
+
+
+# What transformers 5 and 4 call a tokenizer that belongs to no model.
+_GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _reason(error: Exception) -> str:
@@ -60,8 +65,22 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
+def _is_generic(folder: Path) -> bool:
+    """Whether a folder's tokenizer is what its tokenizer.json says and nothing else.
+
+    Beside the config of a Qwen2 model AutoTokenizer makes a Qwen2 tokenizer of it all the same.
+    """
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return settings.get("tokenizer_class") in _GENERIC_TOKENIZERS
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _load_tokenizer(name: str) -> Any:
     """From a folder or the local cache; else from the hub, when it answers."""
+    if _is_generic(Path(name)):
+        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception:

@@ -56,6 +56,14 @@ def test_saved_tokenizer_loads_as_any_other(tmp_path: Path) -> None:
 # Loading a tokenizer
 
 
+def test_a_tokenizer_beside_a_model_stays_what_it_is(tmp_path: Path) -> None:
+    """AutoTokenizer makes a Qwen2 tokenizer, with one token more, of whatever lies beside a Qwen2 model."""
+    TOKENIZER.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=64).save_pretrained(tmp_path)
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(TOKENIZER) + 1
+    assert load_tokenizer(ModelConfig(hf=str(tmp_path))).get_vocab() == TOKENIZER.get_vocab()
+
+
 def test_characters() -> None:
     assert load_tokenizer(ModelConfig(tokenizer="characters", characters="ab"))("ba")["input_ids"] == [3, 2]
 
