@@ -144,6 +144,7 @@ class Trainer:
             bounds = self.calibration.bounds
             updates, measured = self.update(prepared, batch, bounds)
         self.step += 1
+        self.calibration.ledger.run_tokens += trajectories.tokens.numel()
         with watch.stage("sync"):
             canary = self.sync_weights(self.step)
         self.log_samples(experience)
@@ -159,7 +160,6 @@ class Trainer:
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]
         self.calibration.ledger.run_seconds += timing["timing/step"]
-        self.calibration.ledger.run_tokens += trajectories.tokens.numel()
         return {"step": self.step, **row, **self.calibration.ledger.row(), **timing}
 
     # The stages, in order.
