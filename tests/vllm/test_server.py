@@ -50,8 +50,8 @@ CONFIG = Qwen2Config(
 SEQUENCES = [[5, 6, 7, 8, 9, 3], [11, 12, 13, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
 REQUESTS = [Request((5, 6, 7 + prompt), 4 * prompt + index, (0, 1)) for prompt in range(4) for index in range(4)]
 SAMPLING = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_token_ids=(TOKENIZER.eos_token_id,))
-# FP8 sums differ by accumulation; what a stale tensor does is tens of times as large.
-SCORES_AGREE = 0.03
+# Sums and BF16 roundings are other kernels': 0.05 to 0.06 nats were seen. Other weights are 1.2 nats away.
+SCORES_AGREE = 0.15
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_scores_follow_the_weights(engine: VllmEngine) -> None:
         scores = engine.score(SEQUENCES)
         mine, other = distance(scores, emulated(seed)), distance(scores, emulated(1 - seed))
         print(f"weights {seed}: |dlogp| to emulated W8A8 {mine:.4f}, to the other weights {other:.4f}")
-        assert mine < SCORES_AGREE < 3 * SCORES_AGREE < other
+        assert mine < SCORES_AGREE < 4 * SCORES_AGREE < other
 
 
 def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
