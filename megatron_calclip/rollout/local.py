@@ -279,19 +279,7 @@ class LocalEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probabilities of given tokens, teacher forced.
-
-        Args:
-            sequences: token ids; each sequence has at least one and fits into the context.
-            temperature: divides the logits, above 0.
-
-        Returns:
-            For each sequence float32 [length] on the CPU: the log-probability of each token given those
-            before it, 0 for the first, which has none.
-
-        Raises:
-            ValueError: when no complete weights are loaded, or for a sequence that `generate` would refuse.
-        """
+        """Log-probabilities of given tokens, teacher forced; see `RolloutEngine.score`."""
         self._check_ready()
         for index, sequence in enumerate(sequences):
             self._check_fits(sequence, 0, f"sequence {index}")

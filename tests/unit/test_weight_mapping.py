@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoints
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,24 +40,14 @@ from megatron_calclip.weights.mapping import (
 from megatron_calclip.weights.save import save_hf
 from megatron_calclip.weights.stream import ParallelGroups, stream_hf
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
-MOE: dict[str, Any] = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8)
+SIZES: dict[str, Any] = tiny_checkpoints.SIZES | {"num_hidden_layers": 3}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2-tied": Qwen2Config(**SIZES | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     # Layer 1 has a dense MLP, layers 0 and 2 have experts.
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[1]),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **tiny_checkpoints.MOE, mlp_only_layers=[1]),
 }
 ALONE = ParallelGroups()
 
