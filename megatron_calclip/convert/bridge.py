@@ -1,8 +1,8 @@
 """Conversion through Megatron-Bridge, for architectures that have no table here.
 
 Megatron-Bridge builds the model, so it needs memory for all of it, TransformerEngine and thus a GPU. What it writes goes
-aside and is verified as ours is: an import is exported again and compared with the source, bit for bit; an export is
-compared with the given HF checkpoint in names and shapes.
+aside and is verified as ours is, by the other direction: an import is exported again and compared with the source, an
+export is imported again and compared with the Megatron checkpoint, all tensors bit for bit.
 
 Not yet run with a real Megatron-Bridge (it imports on GPU machines only); the tests have a stand-in for it.
 """
@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from megatron_calclip.convert.checkpoints import read_hf_config
 from megatron_calclip.convert.conversion import HF_FOLDER
 from megatron_calclip.convert.verification import first_difference
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.weights.dist_load import DistCheckpoint
 from megatron_calclip.weights.folders import written_aside
 from megatron_calclip.weights.load import HFSource
 
@@ -69,29 +71,40 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(megatron_path: Path, hf_path: Path, *, hf_model: Path, overwrite: bool, verify: bool) -> None:
-    """Write a HF checkpoint from a Megatron checkpoint of Megatron-Bridge.
+    """Write a HF checkpoint from a Megatron checkpoint.
 
     Args:
-        megatron_path: the Megatron checkpoint.
+        megatron_path: a distributed checkpoint, or a folder whose newest iteration is one.
         hf_path: where the HF checkpoint goes; see `folders.written_aside`.
-        hf_model: HF checkpoint of the same architecture, with its weights.
+        hf_model: HF checkpoint of the same architecture; configuration and tokenizer are taken from it.
         overwrite: replace a HF checkpoint that is there.
-        verify: compare names and shapes with those of `hf_model`.
+        verify: import it again and compare all bits.
 
     Raises:
         UserError: without Megatron-Bridge, for a taken name, a failed write or a failed verification.
     """
     bridge = _auto_bridge()
-    expected = HFSource.from_folder(hf_model)
+    vocab_size = read_hf_config(hf_model)["vocab_size"]
+    source = DistCheckpoint(_newest(megatron_path)).weights(vocab_size=vocab_size)
     with written_aside(hf_path, overwrite=overwrite, **HF_FOLDER) as partial:
         bridge.from_hf_pretrained(str(hf_model)).export_ckpt(str(megatron_path), str(partial))
         if verify:
-            actual = HFSource.from_folder(partial)
-            kinds = {
-                name: spec.to(actual.specs[name].dtype) if name in actual.specs else spec
-                for name, spec in expected.specs.items()
-            }
-            _refuse(first_difference((), kinds, actual), hf_path)
+            again = partial / "imported_again"
+            dtype = next(iter(source.specs.values())).dtype
+            bridge.import_ckpt(str(partial), str(again), torch_dtype=dtype)
+            actual = DistCheckpoint(_newest(again)).weights(vocab_size=vocab_size)
+            _refuse(first_difference(source.stream(), source.specs, actual), hf_path)
+            shutil.rmtree(again)
+
+
+def _newest(folder: Path) -> Path:
+    """The distributed checkpoint in a folder as Megatron writes it: `iter_0000100`, named by the tracker file.
+
+    Without a tracker file the folder itself is taken; `DistCheckpoint` refuses it when it is none.
+    """
+    tracker = folder / str(_MEGATRON_FOLDER["mark"])
+    iteration = tracker.read_text().strip() if tracker.is_file() else ""
+    return folder / f"iter_{int(iteration):07d}" if iteration.isdecimal() else folder
 
 
 def _refuse(difference: str | None, where: Path) -> None:

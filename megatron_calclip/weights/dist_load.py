@@ -37,6 +37,9 @@ METADATA_FILE = ".metadata"
 MASTER_PREFIX = "optimizer.state.param."
 """FP32 masters, saved in model space by the `fully_reshardable` optimizer format."""
 
+_LAYERS = "decoder.layers."
+_VOCABULARY_ENDINGS = ("word_embeddings.weight", "output_layer.weight")
+
 _UNMAPPED_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state")
 _UNMAPPED_PARTS = ("_extra_state", "rotary_pos_emb", "rotary_emb")
 """Keys that are no weights."""
@@ -137,6 +140,36 @@ class DistCheckpoint:
         if num_filled != result.numel():
             raise UserError(str(self.folder), f"has only a part of tensor {key!r}; give a complete checkpoint")
         return result
+
+    def weights(self, *, vocab_size: int) -> HFSource:
+        """All weights under Megatron's global names, the layer's number in each, for a comparison of two checkpoints.
+
+        Args:
+            vocab_size: rows of the vocabulary's matrices that count; what follows is padding, which may differ.
+        """
+        places: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for key, entry in self.tensors.items():
+            before, stacked, after = key.partition(_LAYERS)
+            if not _is_weight(key):
+                continue
+            if not stacked or after[:1].isdigit():
+                places[key] = key, ()
+            else:
+                places |= {f"{before}{_LAYERS}{i}.{after}": (key, (i,)) for i in range(entry.size[0])}
+
+        def rows(name: str) -> slice:
+            return slice(vocab_size) if name.endswith(_VOCABULARY_ENDINGS) else slice(None)
+
+        def spec(name: str) -> Tensor:
+            key, at = places[name]
+            entry = self.tensors[key]
+            return torch.empty(entry.size[len(at) :], dtype=entry.properties.dtype, device="meta")[rows(name)]
+
+        def read(name: str) -> Tensor:
+            key, at = places[name]
+            return self.read(key, at=at)[rows(name)]
+
+        return HFSource(str(self.folder), specs={name: spec(name) for name in places}, read=read)
 
     def _read_block(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places[MetadataIndex(key, chunk.offsets)]

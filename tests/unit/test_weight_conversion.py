@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, SIZES, write_checkpoint
 from torch import Tensor
@@ -25,7 +26,8 @@ from megatron_calclip.convert.checkpoints import open_checkpoint, open_hf
 from megatron_calclip.convert.conversion import hf_to_megatron, megatron_to_hf
 from megatron_calclip.convert.verification import first_difference, quick_sample
 from megatron_calclip.errors import UserError
-from megatron_calclip.weights.dist_save import ShardLayout
+from megatron_calclip.weights.dist_load import DistCheckpoint, hf_source
+from megatron_calclip.weights.dist_save import ShardLayout, write_dist_checkpoint
 from megatron_calclip.weights.load import INDEX_FILE, HFSource
 from megatron_calclip.weights.mapping import ModelShape, hf_shapes
 
@@ -342,25 +344,33 @@ def test_dry_run_needs_the_configuration_only(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in for Megatron-Bridge, which copies HF folders; `.damage` changes what it exports."""
+    """A stand-in for Megatron-Bridge on our own readers and writers; `.damage` changes what it exports."""
 
     class AutoBridge:
         damage = 0.0
 
         @staticmethod
         def import_ckpt(hf_model: str, megatron_path: str, **_: Any) -> None:
-            shutil.copytree(hf_model, Path(megatron_path) / "weights")
-            (Path(megatron_path) / "latest_checkpointed_iteration.txt").write_text("0")
+            checkpoint = open_hf(Path(hf_model))
+            weights = Path(megatron_path) / "iter_0000000"
+            weights.mkdir(parents=True)
+            write_dist_checkpoint(checkpoint.source, checkpoint.shape, weights, layout=ShardLayout())
+            (Path(megatron_path) / "latest_checkpointed_iteration.txt").write_text("0\n")
+
+        def __init__(self, hf_model: Path) -> None:
+            self.hf_model = hf_model
 
         @classmethod
-        def from_hf_pretrained(cls, _: str) -> AutoBridge:
-            return cls()
+        def from_hf_pretrained(cls, hf_model: str) -> AutoBridge:
+            return cls(Path(hf_model))
 
         def export_ckpt(self, megatron_path: str, hf_path: str) -> None:
-            tensors = load_file(Path(megatron_path) / "weights" / MODEL)
+            source = hf_source(DistCheckpoint(Path(megatron_path) / "iter_0000000"), open_hf(self.hf_model).shape)
+            tensors = {name: value.contiguous() for name, value in source.stream()}
             tensors["model.norm.weight"] += self.damage
             Path(hf_path).mkdir(exist_ok=True)
             save_file(tensors, Path(hf_path) / MODEL)
+            shutil.copy(self.hf_model / "config.json", hf_path)
 
     module = types.ModuleType("megatron.bridge")
     module.AutoBridge = AutoBridge  # type: ignore[attr-defined]
@@ -371,16 +381,38 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_bridge_backend(bridge: Any, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--backend", "bridge")
     assert tool("hf_to_megatron.py", "--hf-model", hf, "--megatron-path", tmp_path / "megatron", *options) == 0
-    assert names(tmp_path / "megatron") == ["latest_checkpointed_iteration.txt", "weights"]
-    arguments = (tmp_path / "megatron", "--hf-path", tmp_path / "again", "--hf-model", hf, *options)
-    assert tool("megatron_to_hf.py", *arguments) == 0
+    assert names(tmp_path / "megatron") == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    arguments = (tmp_path / "megatron", "--hf-model", hf, *options)
+    assert tool("megatron_to_hf.py", *arguments, "--hf-path", tmp_path / "again") == 0
+    assert names(tmp_path / "again") == ["config.json", MODEL]
     assert torch.equal(
         load_file(tmp_path / "again" / MODEL)["model.norm.weight"], open_hf(hf).source.read("model.norm.weight")
     )
     bridge.damage = 1.0
     assert tool("hf_to_megatron.py", "--hf-model", hf, "--megatron-path", tmp_path / "bad", *options) == 1
     assert "model.norm.weight [32] float32 differs: 32 of 32 values" in capsys.readouterr().err
+    assert tool("megatron_to_hf.py", *arguments, "--hf-path", tmp_path / "bad") == 1
+    assert "decoder.final_layernorm.weight [32] float32 differs: 32 of 32 values" in capsys.readouterr().err
     assert names(tmp_path) == ["again", "hf", "megatron"]
+
+
+def test_weights_of_stacked_layers_get_their_numbers(tmp_path: Path) -> None:
+    """Megatron saves homogeneous layers stacked; a comparison finds each of them, and leaves padding out."""
+    state = {
+        "decoder.layers.mlp.linear_fc2.weight": torch.arange(24.0).view(2, 3, 4),
+        "embedding.word_embeddings.weight": torch.arange(20.0).view(10, 2),
+        "decoder.layers.mlp.linear_fc2._extra_state/shard_0_2": torch.zeros(1),
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": torch.zeros(2, 3, 4),
+    }
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    weights = DistCheckpoint(tmp_path).weights(vocab_size=7)
+    assert {name: tuple(spec.shape) for name, spec in weights.specs.items()} == {
+        "decoder.layers.0.mlp.linear_fc2.weight": (3, 4),
+        "decoder.layers.1.mlp.linear_fc2.weight": (3, 4),
+        "embedding.word_embeddings.weight": (7, 2),
+    }
+    assert torch.equal(weights.read("decoder.layers.1.mlp.linear_fc2.weight"), torch.arange(12.0, 24).view(3, 4))
+    assert torch.equal(weights.read("embedding.word_embeddings.weight"), torch.arange(14.0).view(7, 2))
 
 
 def test_bridge_that_is_not_installed(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
