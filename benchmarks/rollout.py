@@ -9,23 +9,36 @@ end count. Repetitions alternate between the two, so that a slow phase of the ma
 are compared. The engine also returns log-probabilities, which `generate` is not asked for. Exits with status
 1 when the engine is slower anywhere.
 
+Then what emulated FP8 costs: the engine in each scheme against itself in BF16, all completions to the limit. And the
+weight sync, in GB/s beside a plain copy in memory of the same bytes, for a list of random BF16 matrices: into the
+embedded engine (with its fingerprints), through a file (written, renamed, read by another process), and by broadcast
+over gloo into another process. The learner's own stream is measured in `benchmarks/weights.py`.
+
 Left out on purpose: trained weights. Speed depends on them only through where completions end.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_calclip.batch import SamplingParams
+from megatron_calclip.rollout.broadcast import BroadcastGroup, Muster
 from megatron_calclip.rollout.engine import Request
+from megatron_calclip.rollout.fingerprint import fingerprint
 from megatron_calclip.rollout.local import LocalEngine
 
 BATCH_SIZES = (16, 64, 128)
@@ -35,6 +48,7 @@ MAX_NEW_TOKENS = 64
 CASES: dict[str, tuple[int, ...]] = {"full": (), "stops": (0, 1, 2, 3)}
 """Name of the case -> its stop tokens."""
 
+SCHEMES = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8")
 CONFIG = Qwen3Config(
     vocab_size=128,
     hidden_size=128,
@@ -46,6 +60,18 @@ CONFIG = Qwen3Config(
     max_position_embeddings=1024,
     tie_word_embeddings=False,
 )
+
+SYNC_CONFIG = Qwen3Config(
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=64,
+    tie_word_embeddings=False,
+)
+"""A model of about 0.3 GB for the weight sync."""
 
 
 def make_prompts(batch_size: int) -> list[tuple[int, ...]]:
@@ -104,6 +130,95 @@ def tokens_per_second(runners: dict[str, Callable[[], int]], num_repetitions: in
     return {name: values[1:] for name, values in rates.items()}
 
 
+def print_fp8(num_repetitions: int) -> None:
+    """Tokens per second of the engine in each FP8 scheme, against BF16."""
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).eval()
+    prompts = make_prompts(BATCH_SIZES[1])
+    runners = {}
+    for scheme in ("bf16", *SCHEMES):
+        engine = LocalEngine(CONFIG, device="cpu", dtype=torch.bfloat16, precision=scheme)  # type: ignore[arg-type]
+        engine.load_weights(iter(model.state_dict().items()), policy_version=0)
+        runners[scheme] = engine_runner(engine, prompts, ())
+    rates = tokens_per_second(runners, num_repetitions)
+    print(f"{'emulated':>16} {'engine tok/s':>14} {'of BF16':>8}")
+    for scheme, values in rates.items():
+        ratio = statistics.median(a / b for a, b in zip(values, rates["bf16"], strict=True))
+        print(f"{scheme:>16} {statistics.median(values):>14,.0f} {ratio:>7.2f}x")
+
+
+def receive(place: dict[str, Any]) -> None:
+    """The other process: takes a broadcast, as a server's worker does."""
+    store = dist.TCPStore("127.0.0.1", place["port"], None, False)
+    members = Muster(store).report(1)
+    group = BroadcastGroup(store, rank=1, members=members, device=torch.device("cpu"))
+    for _, tensor in group.receive():
+        fingerprint(tensor)
+    group.close()
+
+
+def read(path: str, done: Any) -> None:
+    """The other process: reads a file of weights, as a server's worker does."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no dictionary)
+            fingerprint(file.get_tensor(name))
+    done.set()
+
+
+def print_sync(num_repetitions: int) -> None:
+    """GB/s of each way of weights to an engine."""
+    model = AutoModelForCausalLM.from_config(SYNC_CONFIG, dtype=torch.bfloat16)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    engine = LocalEngine(SYNC_CONFIG, device="cpu", dtype=torch.bfloat16)
+    target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    context = multiprocessing.get_context("fork")
+
+    def copy() -> None:
+        for name, tensor in weights.items():
+            target[name].copy_(tensor)
+
+    def by_file() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path, done = f"{folder}/weights.safetensors", context.Event()
+            save_file(weights, path)
+            reader = context.Process(target=read, args=(path, done))
+            reader.start()
+            reader.join()
+            assert done.is_set()
+
+    def by_broadcast() -> None:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        receiver = context.Process(target=receive, args=({"port": store.port},))
+        receiver.start()
+        while not Muster(store).has_reported(1):
+            time.sleep(0.001)
+        Muster(store).decide([0, 1])
+        group = BroadcastGroup(store, rank=0, members=[0, 1], device=torch.device("cpu"))
+        group.send(weights.items())
+        group.close()
+        receiver.join()
+        assert receiver.exitcode == 0
+
+    ways: dict[str, Callable[[], object]] = {
+        "copy in memory": copy,
+        "embedded engine": lambda: engine.load_weights(iter(weights.items()), policy_version=0),
+        "file": by_file,
+        "broadcast (gloo)": by_broadcast,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(num_repetitions + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - began)
+    print(f"{'weight sync':>16} {'GB/s':>8} {'of a copy':>10}   {num_bytes / 1e9:.2f} GB")
+    for name, values in seconds.items():
+        ratio = statistics.median(
+            base / own for base, own in zip(seconds["copy in memory"][1:], values[1:], strict=True)
+        )
+        print(f"{name:>16} {num_bytes / 1e9 / statistics.median(values[1:]):>8.2f} {ratio:>9.2f}x")
+
+
 def main() -> int:
     """Print one line per case and batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,6 +246,9 @@ def main() -> int:
             ours, theirs = statistics.median(rates["engine"]), statistics.median(rates["generate"])
             slower |= ours < theirs
             print(f"{case:>6} {batch_size:>6} {ours:>14,.0f} {theirs:>16,.0f} {ours / theirs:>6.2f}x")
+    if arguments.device == "cpu":
+        print_fp8(arguments.repetitions)
+        print_sync(arguments.repetitions)
     return int(slower)
 
 

@@ -254,10 +254,9 @@ def sampled_answers(
     config: Config, model: Model, tokenizer: Any, prompts: Sequence[Any], started: Runtime
 ) -> Trajectories:
     """One answer to each prompt from the embedded engine, the same on every rank."""
-    from megatron_calclip.batch import SamplingParams
     from megatron_calclip.learner.model import DTYPES
-    from megatron_calclip.rollout.collect import collect
     from megatron_calclip.rollout.local import LocalEngine
+    from megatron_calclip.rollout.sampler import Sampler
 
     rollout = config.rollout
     engine = LocalEngine(
@@ -268,17 +267,5 @@ def sampled_answers(
         max_batch_size=rollout.max_batch_size,
     )
     engine.load_weights(model.source.stream(), policy_version=0)
-    return collect(
-        engine,
-        prompts,
-        samples_per_prompt=1,
-        sampling=SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            stop_token_ids=(tokenizer.eos_token_id,),
-        ),
-        seed_key=(config.train.seed, 0),
-        rank=started.rank,
-        world_size=started.world_size,
-        gather_objects=started.gather_objects,
-    )
+    sampler = Sampler(config, engine, started, stop_token_ids=(tokenizer.eos_token_id,))
+    return sampler.sample(list(prompts), samples_per_prompt=1, temperature=rollout.temperature, seed_step=0)

@@ -110,6 +110,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Leave the device's memory to training, where the engine shares it; until the next `load_weights`."""
+        ...
+
     def health(self) -> Health:
         """Whether `generate` can be called now; never raises."""
         ...

@@ -12,10 +12,12 @@ attention and its cache stay in the engine's dtype.
 | mxfp8 | E8M0, one per output channel and 32 inputs | E8M0, one per token and 32 inputs |
 
 Scales are amax / 448 (MXFP8: the rule of `precision.scaling.MXScaling`) with vLLM's lower bounds. Rules: vLLM,
-`quantization/online/fp8.py`, `fp8_utils.py` and `csrc/.../fp8/common.cuh`. vLLM multiplies by the reciprocal of a
-tensor's scale, and divides by all others.
+`quantization/online/fp8.py`, `fp8_utils.py`, `utils/deep_gemm.py` and `csrc/.../fp8/common.cuh`. vLLM multiplies by the
+reciprocal of the scale of a tensor and of a block of weights, and divides by all others. `tests/vllm/test_codes.py`
+compares all but the per-tensor scheme with vLLM's own code, bit for bit; where vLLM does otherwise without a GPU (it
+multiplies inputs by the reciprocal of a token's scale), its GPU kernel is the rule.
 
-Left out on purpose: FP8 caches of keys and values, and static input scales.
+Left out on purpose: static input scales.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Scheme = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"]
 LARGEST = torch.finfo(E4M3).max
 MIN_SCALE = 1.0 / (LARGEST * 512)
 """Smallest scale of a channel or token."""
-MIN_BLOCK_AMAX = 1e-10
+MIN_INPUT_AMAX, MIN_WEIGHT_AMAX = 1e-10, 1e-4
+"""Smallest amax of a block of inputs, and of weights."""
 BLOCK = 128
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that vLLM stacks into one layer, and so gives one scale per tensor."""
@@ -76,10 +79,11 @@ def quantize_blocks(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     padded = nn.functional.pad(x.float(), (0, -k % BLOCK, 0, -m % rows))
     tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
-    amax = tiles.abs().amax((1, 3)).clamp(min=MIN_BLOCK_AMAX)
+    amax = tiles.abs().amax((1, 3)).clamp(min=MIN_INPUT_AMAX if rows == 1 else MIN_WEIGHT_AMAX)
     scale = amax / torch.full_like(amax, LARGEST)
-    codes = _codes(tiles / scale[:, None, :, None]).view(padded.shape)
-    return codes[:m, :k], scale
+    spread = scale[:, None, :, None]
+    codes = _codes(tiles / spread if rows == 1 else tiles * spread.reciprocal())
+    return codes.view(padded.shape)[:m, :k], scale
 
 
 def _dequantized_blocks(x: Tensor, rows: int) -> Tensor:

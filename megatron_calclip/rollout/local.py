@@ -39,6 +39,8 @@ _COMPACTION_SHARE = 1 / 8
 """The batch is compacted when this share of it is finished. Compacting copies the cache of the other rows,
 which costs about as much as their attention in one decoding step."""
 
+_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 _PROBABILITY_UNIT = 2.0**-52
 """Probabilities are counted in this unit, far below FP32's rounding; a row's sum is exact in float64 too."""
 
@@ -108,10 +110,11 @@ class _CacheLayer(DynamicLayer):
     the whole buffer.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.is_initialized: bool = False
         self.max_length = max_length
+        self.cache_dtype = dtype
         self.length = 0
 
     def get_seq_length(self) -> int:
@@ -121,6 +124,8 @@ class _CacheLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append [rows, heads, new tokens, head dim]; return views of all keys and values so far."""
         end = self.length + key_states.shape[2]
+        if self.cache_dtype is not None:
+            key_states, value_states = (_rounded(states, self.cache_dtype) for states in (key_states, value_states))
         if not self.is_initialized:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
         else:
@@ -144,6 +149,12 @@ class _CacheLayer(DynamicLayer):
             setattr(self, name, buffer)
 
 
+def _rounded(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an FP8 cache with a scale of 1 (vLLM's, where a checkpoint brings none) gives back; it saturates."""
+    largest = torch.finfo(dtype).max
+    return states.clamp(-largest, largest).to(dtype).to(states.dtype)
+
+
 class LocalEngine:
     """Rollout engine that samples from a transformers model in this process.
 
@@ -153,6 +164,7 @@ class LocalEngine:
         dtype: of weights and activations, torch.float32 or torch.bfloat16. Log-probabilities are always FP32.
         precision: `bf16` computes in `dtype` throughout; an FP8 scheme quantises the decoder's linears (`rollout.fp8`).
         max_batch_size: most completions decoded at once; more requests are served in several batches.
+        kv_cache: values that the cache holds: those of `dtype` (`auto`) or of an FP8 format (emulated).
 
     Raises:
         ValueError: for a dtype, attention pattern or batch size that is not supported.
@@ -166,6 +178,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         precision: Literal["bf16"] | fp8.Scheme = "bf16",
         max_batch_size: int = 256,
+        kv_cache: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the local engine runs in float32 or bfloat16, not {dtype}; choose one of these")
@@ -188,6 +201,7 @@ class LocalEngine:
         self._device = torch.device(device)
         self._dtype = dtype
         self._max_batch_size = max_batch_size
+        self._cache_dtype = _CACHE_DTYPES[kv_cache]
         # `past_key_values` in older transformers 5, renamed by 5.24; drop it with the support for those.
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -207,6 +221,9 @@ class LocalEngine:
     def close(self) -> None:
         """Free the model."""
         self._model, self._policy_version, self._not_ready = None, None, "it is closed"
+
+    def release(self) -> None:
+        """Nothing to leave: caches go with the call that made them, and weights stay."""
 
     @torch.no_grad()
     def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
@@ -339,7 +356,9 @@ class LocalEngine:
         tokens, lengths = self._pad(list(distinct))
         longest = tokens.shape[1]
         num_columns = longest + num_new - 1  # the last new token is never fed back
-        cache = Cache(layers=[_CacheLayer(num_columns) for _ in range(self._config.num_hidden_layers)])
+        cache = Cache(
+            layers=[_CacheLayer(num_columns, self._cache_dtype) for _ in range(self._config.num_hidden_layers)]
+        )
         # Only a prompt's last token needs logits, but a model keeps the same positions for every row.
         kept, kept_index = (lengths - 1).unique(return_inverse=True)
         logits = self._forward(tokens, cache=cache, logits_to_keep=kept)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_calclip.config import Config
+from megatron_calclip.errors import UserError
 from megatron_calclip.rollout.engine import RolloutEngine
 from megatron_calclip.rollout.local import LocalEngine
 from megatron_calclip.rollout.vllm import VllmEngine
+from megatron_calclip.rollout.vllm_key import KEY_VARIABLE, needs_key
 from megatron_calclip.rollout.vllm_server import MODEL_NAME, LaunchedServers
+from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransfer
 
 if TYPE_CHECKING:
     from megatron_calclip.learner.runtime import Runtime
@@ -27,7 +31,7 @@ def make_engine(
     """This rank's engine, without weights; collective.
 
     Raises:
-        UserError: when servers cannot be started.
+        UserError: when servers cannot be started, or nothing guards them.
     """
     rollout = config.rollout
     if rollout.engine == "local":
@@ -37,7 +41,9 @@ def make_engine(
             dtype=_DTYPES[rollout.dtype],
             precision=rollout.precision,
             max_batch_size=rollout.max_batch_size,
+            kv_cache=rollout.kv_cache,
         )
+    check_key(rollout.vllm.urls)
     folder = Path(config.run_dir).resolve() / "vllm"
     servers = None
     if rollout.vllm.launch and runtime.rank == 0:
@@ -47,7 +53,7 @@ def make_engine(
     urls = runtime.gather_objects(servers.urls if servers else list(rollout.vllm.urls))[0]
     return VllmEngine(
         urls,
-        folder=folder,
+        transfer=BroadcastTransfer(runtime.device) if rollout.vllm.transfer == "broadcast" else FileTransfer(folder),
         leader=runtime.rank == 0,
         model=MODEL_NAME,
         vocab_size=hf_config.vocab_size,
@@ -57,7 +63,23 @@ def make_engine(
         say=say,
         revive=servers.revive if servers else lambda: None,
         stop=servers.stop if servers else lambda: None,
+        sleeps=rollout.vllm.colocated,
     )
+
+
+def check_key(urls: Sequence[str]) -> None:
+    """Refuse servers that others can reach and that nothing guards.
+
+    Raises:
+        UserError: naming the first such server, when the environment holds no key.
+    """
+    for url in urls:
+        if needs_key(url) and not os.environ.get(KEY_VARIABLE):
+            raise UserError(
+                "rollout.vllm.urls",
+                f"{url} is not on this machine's loopback address; set {KEY_VARIABLE} here and for the server "
+                "(docs/security.md)",
+            )
 
 
 def _random_model(hf_config: Any, tokenizer: Any, folder: Path) -> Path:

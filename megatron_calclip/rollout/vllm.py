@@ -5,31 +5,25 @@ server may do wrong is bounded: it can be slow, die, restart with old weights, o
 go to another replica, a limited number of times, with growing pauses. An answer counts only if its server held the
 wanted weights both before and after: nothing is ever trained on that came from others.
 
-Weights travel as one safetensors file that learner and servers can read (`vllm_worker.py` is the other end). A server
-that failed in the middle of an update holds no version and gets no prompts until it has been brought up to date; one
-that restarted is, before the next rollout.
+Weights travel through a file or a broadcast (`vllm_transfer.py`; `vllm_worker.py` is the other end). A server that failed
+in the middle of an update holds no version and gets no prompts until it has been brought up to date; one that
+restarted is, before the next rollout.
 
-Left out on purpose: NCCL transfer between GPUs, and tokenisation: prompts and answers are ids on both sides.
+Left out on purpose: tokenisation. Prompts and answers are ids on both sides.
 """
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 import math
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_calclip.batch import Completion, SamplingParams
@@ -37,83 +31,13 @@ from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.rollout.counter_random import splitmix64
 from megatron_calclip.rollout.engine import Health, Request, WeightsReceipt
 from megatron_calclip.rollout.fingerprint import fingerprint
+from megatron_calclip.rollout.vllm_http import Server, ServerError
+from megatron_calclip.rollout.vllm_transfer import Transfer
 
 MAX_CONCURRENT_PROMPTS = 256
 """HTTP requests in flight from one rank; a server queues what it cannot batch."""
-_CONTROL_TIMEOUT_SECONDS = 600.0
-"""For updates: a server finishes what it is generating, then reads all weights."""
-_HEALTH_TIMEOUT_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.5
 _LOG_PROB_SLACK = 1e-3  # rounding may put a probability a little over 1
-
-
-class ServerError(Exception):
-    """A server that did not answer, or not sensibly. The message names it."""
-
-
-@dataclass
-class Server:
-    """One server.
-
-    Args:
-        url: `http://host:port`.
-    """
-
-    url: str
-    num_in_hand: int = 0
-
-    def call(self, path: str, body: Any = None, *, method: str = "POST", timeout: float) -> Any:
-        """One request; its JSON answer, None for an empty one.
-
-        Raises:
-            ServerError: when it cannot be reached, takes too long, or answers with an error or no JSON.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                text = response.read()
-            return json.loads(text) if text.strip() else None
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{self.url}{path} answered {error.code}: {error.read()[:200]!r}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ServerError(f"{self.url}{path}: {type(error).__name__} ({error})") from None
-
-    def receipt(self) -> WeightsReceipt | None:
-        """What all workers of this server hold; None when they hold nothing complete, or not the same.
-
-        Raises:
-            ServerError: when it does not answer.
-        """
-        answer = self.call("/collective_rpc", {"method": "calclip_receipt"}, timeout=_HEALTH_TIMEOUT_SECONDS)
-        try:
-            results = answer["results"]
-            version, fingerprints = results[0]
-            if version is None or any(result != results[0] for result in results):
-                return None
-            return WeightsReceipt(int(version), {str(name): int(value) for name, value in fingerprints.items()})
-        except (TypeError, KeyError, ValueError, IndexError) as error:
-            raise ServerError(f"{self.url}: its receipt cannot be read ({error!r})") from None
-
-    def update(self, path: Path, policy_version: int) -> None:
-        """Load a file of weights; generation pauses, and caches of the old weights are dropped.
-
-        Raises:
-            ServerError: when it fails; the server then holds no complete weights.
-        """
-        info = {"path": str(path), "policy_version": policy_version}
-        steps: tuple[tuple[str, Any], ...] = (
-            ("/pause?mode=wait", None),
-            ("/init_weight_transfer_engine", {"init_info": {}}),
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": info}),
-            ("/finish_weight_update", {"weight_version": str(policy_version)}),
-            ("/reset_prefix_cache", None),
-            ("/resume", None),
-        )
-        for step, body in steps:
-            self.call(step, body, timeout=_CONTROL_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -131,8 +55,8 @@ class VllmEngine:
 
     Args:
         urls: of the servers, at least one.
-        folder: that servers can read, for the file of weights.
-        leader: whether this rank writes the file and updates the servers.
+        transfer: how weights get to the servers.
+        leader: whether this rank updates the servers.
         model: name under which the servers serve.
         vocab_size: ids beyond it are nonsense.
         timeout_seconds: for the answers to one prompt.
@@ -141,13 +65,14 @@ class VllmEngine:
         say: prints a line for people.
         revive: starts servers anew that were started for this engine and have ended.
         stop: ends them.
+        sleeps: whether the servers share the learner's GPUs, see `release`.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         *,
-        folder: Path,
+        transfer: Transfer,
         leader: bool,
         model: str,
         vocab_size: int,
@@ -157,11 +82,12 @@ class VllmEngine:
         say: Callable[[str], None],
         revive: Callable[[], None] = lambda: None,
         stop: Callable[[], None] = lambda: None,
+        sleeps: bool = False,
     ) -> None:
         self.servers = [Server(url.rstrip("/")) for url in urls]
-        self.folder, self.leader, self.model, self.vocab_size = folder, leader, model, vocab_size
+        self.transfer, self.leader, self.model, self.vocab_size = transfer, leader, model, vocab_size
         self.timeout_seconds, self.num_retries, self.recovery_seconds = timeout_seconds, num_retries, recovery_seconds
-        self.say, self._revive, self._stop = say, revive, stop
+        self.say, self._revive, self._stop, self.sleeps = say, revive, stop, sleeps
         self._policy_version: int | None = None
         self._lock = threading.Lock()
 
@@ -184,7 +110,7 @@ class VllmEngine:
     # Weights.
 
     def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
-        """Write the stream to a file and let every server load it; see `RolloutEngine.load_weights`.
+        """Hand the stream to every server; see `RolloutEngine.load_weights`.
 
         Servers that fail are left out until they have been brought up to date.
 
@@ -196,22 +122,21 @@ class VllmEngine:
             seen = {name: fingerprint(tensor) for name, tensor in stream}
             self._policy_version = policy_version
             return WeightsReceipt(policy_version, seen)  # what the servers hold is the leader's to see
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream}
-        path = self._path(policy_version)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        save_file(tensors, aside)
-        aside.rename(path)
-        receipts, problems = [], []
+        self.transfer.publish(
+            {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream}, policy_version
+        )
+        problems = self._wake_up() + self.transfer.deliver(self.servers)
+        receipts = []
         for server in self.servers:
             try:
-                server.update(path, policy_version)
-                if (receipt := server.receipt()) is not None:
-                    receipts.append(receipt)
-                else:
-                    problems.append(f"{server.url} holds no complete weights after its update")
+                receipt = server.receipt()
             except ServerError as error:
                 problems.append(str(error))
+                continue
+            if receipt is not None and receipt.policy_version == policy_version:
+                receipts.append(receipt)
+            else:
+                problems.append(f"{server.url} holds no complete weights after its update")
         for problem in problems:
             self.say(f"rollout: {problem}")
         if not receipts:
@@ -221,14 +146,35 @@ class VllmEngine:
                 exit_code=EXIT_FAILED,
             )
         self._policy_version = policy_version
-        for old in path.parent.glob("weights_*.safetensors"):
-            if old != path:
-                old.unlink()
         # Servers that differ from each other show as one that differs from what was sent.
         return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
 
-    def _path(self, policy_version: int) -> Path:
-        return self.folder / f"weights_{policy_version}.safetensors"
+    def release(self) -> None:
+        """Colocated servers sleep until the next `load_weights`. One that does not is a memory fault to come.
+
+        Raises:
+            UserError: when a server does not go to sleep.
+        """
+        if self.leader and self.sleeps:
+            for server in self._current_servers():
+                try:
+                    server.sleep()
+                except ServerError as error:
+                    raise UserError(
+                        "rollout.vllm.colocated",
+                        f"{error}; sleep mode needs a GPU, use colocated: false without one",
+                        exit_code=EXIT_FAILED,
+                    ) from None
+
+    def _wake_up(self) -> list[str]:
+        """Wake colocated servers; what went wrong."""
+        problems = []
+        for server in self.servers if self.sleeps else ():
+            try:
+                server.wake_up()
+            except ServerError as error:
+                problems.append(str(error))
+        return problems
 
     def _is_current(self, server: Server) -> bool:
         try:
@@ -249,11 +195,14 @@ class VllmEngine:
         for server in self.servers:
             try:
                 receipt = server.receipt()
-                if receipt is None or receipt.policy_version != self._policy_version:
-                    server.update(self._path(self._policy_version), self._policy_version)
-                    self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
             except ServerError as error:
                 self.say(f"rollout: {error}")
+                continue
+            if receipt is None or receipt.policy_version != self._policy_version:
+                for problem in (problems := self.transfer.deliver([server])):
+                    self.say(f"rollout: {problem}")
+                if not problems:
+                    self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
 
     def _servers_for_a_round(self, attempt: int) -> list[Server]:
         """Servers with the newest weights; waits for one when there is none, none after `recovery_seconds`."""

@@ -22,19 +22,21 @@ import torch
 
 from megatron_calclip.config import RolloutConfig
 from megatron_calclip.errors import EXIT_FAILED, UserError
-from megatron_calclip.rollout.vllm import Server, ServerError
+from megatron_calclip.rollout.vllm_http import Server, ServerError
+from megatron_calclip.rollout.vllm_key import KEY_VARIABLE
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _EXTENSION = "megatron_calclip.rollout.vllm_worker.CalclipWorkerExtension"
-_BACKEND = "safetensors_file"  # as in vllm_worker.py, which only a process with vLLM can import
+_GUARD = "megatron_calclip.rollout.vllm_key.RequireKey"
+_BACKEND = "calclip"  # as in vllm_worker.py, which only a process with vLLM can import
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 20.0
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def command(rollout: RolloutConfig, model: Path, *, port: int, max_sequence_length: int) -> list[str]:
+def command(rollout: RolloutConfig, model: Path, *, port: int, max_sequence_length: int, host: str = HOST) -> list[str]:
     """The command line of one server.
 
     Args:
@@ -43,33 +45,41 @@ def command(rollout: RolloutConfig, model: Path, *, port: int, max_sequence_leng
             layers does nothing to a model that started from `--load-format dummy`.
         port: to listen on.
         max_sequence_length: prompt and answer.
+        host: address to listen on.
     """
     quantization = [] if rollout.precision == "bf16" else ["--quantization", rollout.precision]
+    cache = [] if rollout.kv_cache == "auto" else ["--kv-cache-dtype", rollout.kv_cache]
+    sleep = ["--enable-sleep-mode"] if rollout.vllm.colocated else []
+    guard = ["--middleware", _GUARD] if os.environ.get(KEY_VARIABLE) else []
     return [
         rollout.vllm.python or sys.executable,
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", MODEL_NAME),
-        *("--host", HOST, "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", _DTYPES[rollout.dtype], "--max-model-len", str(max_sequence_length)),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", _EXTENSION, "--weight-transfer-config", json.dumps({"backend": _BACKEND})),
         *quantization,
+        *cache,
+        *sleep,
+        *guard,
         *rollout.vllm.arguments,
     ]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Environment variables of a server."""
     path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     if not torch.cuda.is_available():
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     # A server is no rank of this job.
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_"))
     }
-    return inherited | environment
+    return inherited | settings
 
 
 def _die_with_parent() -> None:
@@ -103,7 +113,7 @@ class LaunchedServers:
         with self.logs[index].open("ab") as file:
             return subprocess.Popen(
                 self._commands[index],
-                env=_environment(),
+                env=environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

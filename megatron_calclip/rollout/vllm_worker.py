@@ -1,7 +1,6 @@
-"""Runs inside vLLM's workers: reads a step's weights from a safetensors file, and says what it read.
+"""Runs inside vLLM's workers: takes a step's weights from a file or a broadcast, and says what it took.
 
-A server loads this module by `--worker-extension-cls` and finds the transfer backend `safetensors_file` in vLLM's
-registry. It needs this package's folder on PYTHONPATH, but none of its dependencies beyond torch and safetensors.
+A server loads this module by `--worker-extension-cls` and finds the transfer backend `calclip` in vLLM's registry. It needs this package's folder on PYTHONPATH, but none of its dependencies beyond torch and safetensors.
 
 Weights go through vLLM's layerwise reload: a plain `load_weights` would write over layers that have been quantised or
 repacked since. Until an update has finished, the worker holds no policy version, so that a server that failed in the
@@ -14,14 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megatron_calclip.rollout.broadcast import TIMEOUT, BroadcastGroup, Muster
 from megatron_calclip.rollout.fingerprint import fingerprint
 
-BACKEND = "safetensors_file"
+BACKEND = "calclip"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -37,27 +38,29 @@ _held = _Held()
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):
     """Nothing has to be set up."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One complete set of weights."""
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One complete set of weights, and where to find it: exactly one of `path` and `broadcast`."""
 
-    path: str = ""
+    path: str | None = None
     """A safetensors file that every worker can read."""
+    broadcast: dict[str, Any] | None = None
+    """`host` and `port` of the store, `first_rank` of this server's workers."""
     policy_version: int = -1
 
 
-class SafetensorsFileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Weight transfer through a file on a disk that learner and server share."""
+class CalclipEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Weight transfer with fingerprints of what arrived."""
 
-    init_info_cls = FileInitInfo
-    update_info_cls = FileUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to connect."""
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to connect: each update brings its own."""
 
     def start_weight_update(self) -> None:
         """From here on the worker holds no complete weights."""
@@ -66,19 +69,17 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         _held.policy_version, _held.fingerprints = None, {}
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Read the file once: into the model, and into the fingerprints."""
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take every tensor once: into the model, and into the fingerprints."""
         fingerprints: dict[str, int] = {}
         embeddings: list[Tensor] = []
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            with safe_open(update_info.path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (no dictionary)
-                    tensor = file.get_tensor(name)
-                    fingerprints[name] = fingerprint(tensor)
-                    if name == EMBEDDING:
-                        embeddings.append(tensor)
-                    yield name, tensor
+            for name, tensor in self._arriving(update_info):
+                fingerprints[name] = fingerprint(tensor)
+                if name == EMBEDDING:
+                    embeddings.append(tensor)
+                yield name, tensor
 
         self.model.load_weights(tensors())
         if self.model_config.hf_config.tie_word_embeddings and embeddings:
@@ -86,6 +87,22 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             head = self.model.lm_head.weight
             head.weight_loader(head, embeddings[0])
         self._arrived = _Held(update_info.policy_version, fingerprints)
+
+    def _arriving(self, update_info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        if update_info.path is not None:
+            with safe_open(update_info.path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (no dictionary)
+                    yield name, file.get_tensor(name)
+            return
+        place = update_info.broadcast
+        if place is None:
+            raise ValueError("an update names neither a file nor a broadcast")
+        parallel = self.parallel_config
+        rank = place["first_rank"] + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        store = dist.TCPStore(place["host"], place["port"], None, False, timeout=TIMEOUT)
+        group = BroadcastGroup(store, rank=rank, members=Muster(store).report(rank), device=self.device)
+        yield from group.receive()
+        group.close()
 
     def finish_weight_update(self) -> None:
         """Quantise and repack the new weights."""
@@ -107,4 +124,4 @@ class CalclipWorkerExtension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsFileEngine)
+    WeightTransferEngineFactory.register_engine(BACKEND, CalclipEngine)

@@ -9,8 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
+from megatron_calclip.rollout.broadcast import BroadcastGroup, Muster
 from megatron_calclip.rollout.fingerprint import fingerprint
 
 LOG_PROB = -0.5
@@ -32,6 +36,7 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         self.fault: str | None = None
         self.num_faults = 0
+        self.unknown: tuple[str, ...] = ()
         self.lock = threading.Lock()
         fake = self
 
@@ -75,6 +80,8 @@ class FakeVllm:
     def handle(self, handler: Any, path: str, body: Any) -> None:
         """One POST."""
         self.calls.append(path)
+        if path in self.unknown:
+            return handler.answer({"error": "not found"}, 404)
         if path == "/collective_rpc":
             return handler.answer({"results": [self.held]})
         if path == "/start_weight_update":
@@ -83,7 +90,7 @@ class FakeVllm:
             if self.fault == "fails to update":
                 return handler.answer({"error": "no"}, 500)
             info = body["update_info"]
-            tensors = load_file(info["path"])
+            tensors = load_file(info["path"]) if "path" in info else received(info["broadcast"])
             self.arrived = [info["policy_version"], {name: fingerprint(tensor) for name, tensor in tensors.items()}]
         if path == "/finish_weight_update":
             self.held = self.arrived
@@ -135,6 +142,16 @@ class FakeVllm:
         tokens = [prompt[0], 10 + self.name, 20 + index, STOP]
         log_probs = [LOG_PROB] * len(tokens)
         return {"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": log_probs}, "finish_reason": "stop"}
+
+
+def received(place: dict[str, Any]) -> dict[str, Tensor]:
+    """What a broadcast brings, as a worker takes it."""
+    store = dist.TCPStore(place["host"], place["port"], None, False)
+    rank = place["first_rank"]
+    group = BroadcastGroup(store, rank=rank, members=Muster(store).report(rank), device=torch.device("cpu"))
+    tensors = dict(group.receive())
+    group.close()
+    return tensors
 
 
 def weights_file(folder: Path) -> list[Path]:

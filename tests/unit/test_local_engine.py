@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -307,6 +309,36 @@ def test_bfloat16_reports_the_distribution_of_its_own_logits(qwen3: torch.nn.Mod
         assert completion.log_probs == pytest.approx(score[len(prompt) :].tolist(), abs=0.3)
     exact = make_engine(qwen3).score([PROMPTS[2]])[0]
     assert 1e-4 < (engine.score([PROMPTS[2]])[0] - exact).abs().max() < 0.3
+
+
+class RoundingCache(DynamicCache):
+    """transformers' own cache, which holds what an FP8 format can."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rounded = (states.to(self.dtype).float() for states in (key_states, value_states))
+        return super().update(*rounded, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_fp8_cache_rounds_keys_and_values(qwen3: torch.nn.Module, kv_cache: str) -> None:
+    engine = make_engine(qwen3, kv_cache=kv_cache)
+    plain = make_engine(qwen3)
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kv_cache]
+    sampling = SamplingParams(max_new_tokens=10, temperature=1.0)
+    for prompt, completion in zip(PROMPTS, engine.generate(make_requests(PROMPTS), sampling), strict=True):
+        cache = RoundingCache(dtype)
+        argument = {engine._cache_argument: cache}
+        logits = [qwen3(torch.tensor([prompt]), use_cache=True, **argument).logits[0, -1]]
+        for token in completion.token_ids[:-1]:
+            logits.append(qwen3(torch.tensor([[token]]), use_cache=True, **argument).logits[0, -1])
+        expected = torch.log_softmax(torch.stack(logits), -1)[range(10), list(completion.token_ids)]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+        exact = plain.score([[*prompt, *completion.token_ids]])[0][len(prompt) :]
+        assert (torch.tensor(completion.log_probs) - exact).abs().max() > 1e-3
 
 
 def test_a_prompt_that_does_not_fit_is_refused(engine: LocalEngine) -> None:

@@ -54,6 +54,10 @@ def test_blocks_have_their_own_scales() -> None:
     codes, scale = fp8.quantize_blocks(x, 128)
     assert scale.shape == (2, 2) and (codes.float() == 448).all()
     torch.testing.assert_close(scale * 448, torch.tensor([[1.0, 4.0], [16.0, 16.0]]))
+    _, scale = fp8.quantize_blocks(torch.zeros(1, 128), 128)
+    assert scale.item() == pytest.approx(1e-4 / 448)
+    _, scale = fp8.quantize_blocks(torch.zeros(1, 128), 1)
+    assert scale.item() == pytest.approx(1e-10 / 448)
     _, scale = fp8.quantize_blocks(x, 1)
     assert scale.shape == (130, 2) and (scale[:128, 1] == scale[0, 1]).all() and scale[0, 0] < scale[0, 1]
 

@@ -190,9 +190,12 @@ def test_fingerprints() -> None:
     moved = torch.cat([x[1:], x[:1]])
     others = [swapped, one_bit, moved, -x, x.bfloat16(), x[:2]]
     assert len({fingerprint(other) for other in [x, *others]}) == len(others) + 1
-    # By hand: 1.0 is 0x3F80 in BF16; its one element is multiplied by the first number of the generator.
+    # Each byte counts, also in a tensor that starts or ends between two words, and so does the length.
+    assert fingerprint(x[1:].flatten()[1:]) == fingerprint(x[1:].flatten()[1:].clone()) != fingerprint(x[1:].flatten())
+    lengths = [fingerprint(torch.zeros(length, dtype=torch.bfloat16)) for length in range(9)]
+    assert len(set(lengths)) == 9
+    # By hand: 1.0 is 0x3F80 in BF16, the first word of the first chunk; its length is 2 bytes.
     from megatron_calclip.rollout.counter_random import splitmix64
 
-    assert fingerprint(torch.ones(1, dtype=torch.bfloat16)) == int(
-        splitmix64(torch.zeros(1, dtype=torch.int64)) * 0x3F80
-    )
+    first, second, length = (splitmix64(torch.tensor(n)) for n in (0, 1, 2))
+    assert fingerprint(torch.ones(1, dtype=torch.bfloat16)) == int(0x3F80 * (first | 1) * (second | 1) + length)

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_vllm import LOG_PROB, STOP, FakeVllm, weights_file
 
 from megatron_calclip.batch import SamplingParams
 from megatron_calclip.config import RolloutConfig, VllmConfig
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.rollout import vllm, vllm_server
+from megatron_calclip.rollout.broadcast import Muster
 from megatron_calclip.rollout.engine import Request
 from megatron_calclip.rollout.fingerprint import fingerprint
 from megatron_calclip.rollout.vllm import VllmEngine
+from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransfer, Transfer
 
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=1.0, stop_token_ids=(STOP,))
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -40,11 +43,17 @@ def servers() -> Iterator[list[FakeVllm]]:
 
 
 def make_engine(
-    servers: list[FakeVllm], folder: Path, *, leader: bool = True, retries: int = 3, **hooks: Any
+    servers: list[FakeVllm],
+    folder: Path,
+    *,
+    leader: bool = True,
+    retries: int = 3,
+    transfer: Transfer | None = None,
+    **hooks: Any,
 ) -> VllmEngine:
     engine = VllmEngine(
         [fake.url for fake in servers],
-        folder=folder,
+        transfer=transfer or FileTransfer(folder),
         leader=leader,
         model="policy",
         vocab_size=100,
@@ -107,6 +116,60 @@ def test_weights_arrive_and_old_files_go(servers: list[FakeVllm], tmp_path: Path
         "/reset_prefix_cache",
         "/resume",
     ]
+
+
+def test_weights_arrive_by_broadcast(servers: list[FakeVllm], tmp_path: Path) -> None:
+    weights = WEIGHTS | {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
+    engine = make_engine(servers, tmp_path, transfer=BroadcastTransfer(torch.device("cpu")))
+    receipt = engine.load_weights(iter(weights.items()), policy_version=5)
+    assert receipt.policy_version == engine.policy_version == 5
+    assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in weights.items()}
+    assert all(fake.held == [5, receipt.fingerprints] for fake in servers)
+    assert not weights_file(tmp_path)
+
+
+def test_a_broadcast_goes_on_without_servers_that_fail(servers: list[FakeVllm], tmp_path: Path) -> None:
+    """One that refuses the update, one that is gone; the first gets the weights before it gets a prompt again."""
+    engine = make_engine(servers, tmp_path, transfer=BroadcastTransfer(torch.device("cpu")))
+    servers[1].fault = "fails to update"
+    receipt = engine.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    assert receipt.policy_version == 4 and servers[0].held[0] == 4 and servers[1].held[0] is None
+    assert check_answers(engine) == {0}
+    servers[1].fault = None
+    servers[0].fault, servers[0].num_faults = "error 500", 1
+    check_answers(engine)
+    assert servers[1].held[0] == 4
+    servers[0].close()
+    engine.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    assert check_answers(engine) == {1}
+    servers[1].fault = "fails to update"
+    with pytest.raises(UserError, match=r"rollout\.vllm: no server could load the weights"):
+        engine.load_weights(iter(WEIGHTS.items()), policy_version=5)
+
+
+def test_a_receiver_that_is_not_waited_for_is_told_so() -> None:
+    store = dist.HashStore()
+    Muster(store).decide([0, 2])
+    with pytest.raises(RuntimeError, match="goes on without receiver 1"):
+        Muster(store).report(1)
+    assert Muster(store).report(2) == [0, 2] and Muster(store).has_reported(1)
+
+
+def test_colocated_servers_sleep_while_the_learner_trains(servers: list[FakeVllm], tmp_path: Path) -> None:
+    engine = make_engine(servers, tmp_path, sleeps=True)
+    check_answers(engine)
+    engine.release()
+    assert all(fake.calls[-1] == "/sleep?level=1" for fake in servers)
+    engine.load_weights(iter(WEIGHTS.items()), policy_version=5)
+    for fake in servers:
+        order = [path for path in fake.calls if path != "/collective_rpc"]
+        assert order[order.index("/sleep?level=1") + 1 :][:2] == ["/wake_up", "/pause?mode=wait"]
+    servers[1].unknown = ("/sleep?level=1",)
+    with pytest.raises(UserError, match=r"rollout\.vllm\.colocated: .*sleep mode needs a GPU"):
+        engine.release()
+    awake = make_engine(servers, tmp_path)
+    awake.release()
+    assert "/sleep?level=1" not in servers[0].calls[-3:]
 
 
 def test_a_follower_moves_nothing(servers: list[FakeVllm], tmp_path: Path) -> None:
@@ -237,6 +300,10 @@ def test_command_line() -> None:
     options = dict(zip(line[3::2], line[4::2], strict=True))
     assert options["--quantization"] == "fp8_per_channel" and options["--host"] == "127.0.0.1"
     assert options["--max-model-len"] == "64" and options["--logprobs-mode"] == "processed_logprobs"
+    assert "--kv-cache-dtype" not in line and "--enable-sleep-mode" not in line
+    colocated = RolloutConfig(kv_cache="fp8_e4m3", vllm=VllmConfig(launch=True, colocated=True))
+    line = vllm_server.command(colocated, Path("m"), port=8400, max_sequence_length=64)
+    assert line[line.index("--kv-cache-dtype") + 1] == "fp8_e4m3" and "--enable-sleep-mode" in line
     assert "--quantization" not in vllm_server.command(RolloutConfig(), Path("m"), port=1, max_sequence_length=1)
 
 

@@ -28,6 +28,7 @@ from megatron_calclip.rollout.fingerprint import fingerprint
 from megatron_calclip.rollout.local import LocalEngine
 from megatron_calclip.rollout.vllm import VllmEngine
 from megatron_calclip.rollout.vllm_server import MODEL_NAME, LaunchedServers
+from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransfer
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +81,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedServer
 def engine(servers: LaunchedServers, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
     return VllmEngine(
         servers.urls,
-        folder=tmp_path_factory.mktemp("weights"),
+        transfer=FileTransfer(tmp_path_factory.mktemp("weights")),
         leader=True,
         model=MODEL_NAME,
         vocab_size=CONFIG.vocab_size,
@@ -122,11 +123,23 @@ def test_scores_follow_the_weights(engine: VllmEngine) -> None:
         assert mine < SCORES_AGREE < 4 * SCORES_AGREE < other
 
 
+def test_weights_by_broadcast(engine: VllmEngine) -> None:
+    by_file, engine.transfer = engine.transfer, BroadcastTransfer(torch.device("cpu"))
+    for version, seed in enumerate([1, 0], start=3):
+        began = time.monotonic()
+        receipt = engine.load_weights(iter(weights(seed).items()), policy_version=version)
+        print(f"update by broadcast in {1000 * (time.monotonic() - began):.0f} ms")
+        assert receipt.policy_version == version
+        assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in weights(seed).items()}
+        assert distance(engine.score(SEQUENCES), emulated(seed)) < SCORES_AGREE
+    engine.transfer = by_file
+
+
 def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
-    engine.load_weights(iter(weights(0).items()), policy_version=3)
+    engine.load_weights(iter(weights(0).items()), policy_version=5)
     completions = engine.generate(REQUESTS, SAMPLING)
     local = LocalEngine(CONFIG, device="cpu", dtype=torch.bfloat16, precision="fp8_per_channel")
-    local.load_weights(iter(weights(0).items()), policy_version=3)
+    local.load_weights(iter(weights(0).items()), policy_version=5)
     sequences = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(REQUESTS, completions, strict=True)]
     scored = [score[3:] for score in local.score(sequences)]
     sampled = [torch.tensor(completion.log_probs) for completion in completions]
@@ -138,19 +151,25 @@ def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
 
 
 def test_a_killed_server_comes_back_with_the_weights(engine: VllmEngine, servers: LaunchedServers) -> None:
-    engine.load_weights(iter(weights(1).items()), policy_version=5)
+    engine.load_weights(iter(weights(1).items()), policy_version=6)
     os.killpg(servers._processes[0].pid, signal.SIGKILL)
     began = time.monotonic()
     completions = engine.generate(REQUESTS[:4], SAMPLING)
     print(f"answers {time.monotonic() - began:.0f} s after the server was killed")
-    assert all(completion.policy_version == 5 for completion in completions)
+    assert all(completion.policy_version == 6 for completion in completions)
     assert distance(engine.score(SEQUENCES), emulated(1)) < SCORES_AGREE
 
 
 def test_two_steps_of_the_main_job(tmp_path: Path) -> None:
     if PYTHON is None:
         pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
-    vllm: dict[str, Any] = {"launch": True, "python": PYTHON, "first_port": 18410, "arguments": list(ARGUMENTS)}
+    vllm: dict[str, Any] = {
+        "launch": True,
+        "python": PYTHON,
+        "first_port": 18410,
+        "arguments": list(ARGUMENTS),
+        "transfer": "broadcast",
+    }
     overrides = [
         "rollout.engine=vllm",
         f"rollout.vllm={json.dumps(vllm)}",
