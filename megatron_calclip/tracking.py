@@ -24,7 +24,9 @@ from rich.table import Table
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_dict, config_to_yaml
 from megatron_calclip.errors import EXIT_FAILED, UserError
-from megatron_calclip.metrics import METRICS
+from megatron_calclip.evaluation import SetResult
+from megatron_calclip.evaluation_report import ReportWriter
+from megatron_calclip.metrics import is_known
 
 Row = Mapping[str, float]
 
@@ -86,14 +88,19 @@ class Tracker:
         with _writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-            for name in ("metrics", "samples", "calibration"):
-                _drop_rows_after(self.run_dir / f"{name}.jsonl", first_step)
+            self.rewind(first_step)
             if t.tensorboard:
                 self._open_tensorboard()
         if t.wandb_project is not None:
             self._open_wandb(t.wandb_project, config)
         if t.mlflow_experiment is not None:
             self._open_mlflow(t.mlflow_experiment)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps, which come again."""
+        if self.active:
+            for name in ("metrics", "samples", "calibration", "outliers"):
+                _drop_rows_after(self.run_dir / f"{name}.jsonl", step)
 
     def _open_tensorboard(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -148,7 +155,7 @@ class Tracker:
         """Record one step's metrics; `row["step"]` counts from 1 (0 is the evaluation before training)."""
         if not self.active:
             return
-        unknown = [name for name in row if name not in METRICS]
+        unknown = [name for name in row if not is_known(name)]
         assert not unknown, f"metrics without an entry in metrics.METRICS: {unknown}"
         self.last_row = dict(row)
         self.first_row = self.first_row or dict(row)
@@ -168,6 +175,18 @@ class Tracker:
         """Append completions, with their rewards, to `samples.jsonl`."""
         if self.active and rows:
             self._append("samples.jsonl", [{"step": step, **row} for row in rows])
+
+    def evaluation(self, step: int, results: Sequence[SetResult], config: Config) -> None:
+        """Report and completions of an evaluation, in `eval/step_<step>`."""
+        if self.active:
+            model = {"path": str(self.run_dir), "step": step, "kind": "run"}
+            with _writing():
+                ReportWriter(self.run_dir / "eval" / f"step_{step}", config, model=model).write(results)
+
+    def outliers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append sequences on which sampler and learner disagree to `outliers.jsonl`."""
+        if self.active and rows:
+            self._append("outliers.jsonl", [{"step": step, **row} for row in rows])
 
     def calibration(self, row: Mapping[str, Any]) -> None:
         """Append one measured step, with its report, to `calibration.jsonl`."""

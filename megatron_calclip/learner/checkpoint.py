@@ -1,30 +1,30 @@
-"""Checkpoints of the learner in Megatron's distributed format, reshardable to another TP, PP, VPP and DP on load.
+"""Checkpoints of a run in Megatron's distributed format, reshardable to another TP, PP, VPP and DP on load.
 
-A checkpoint folder is written aside (`step_20.partial`), completed, then renamed, and only then does the tracker
-file name it: a folder under its final name is whole. It holds
+A checkpoint folder is written aside (`step_20.partial`), completed, flushed, then renamed, and only then does the tracker
+file name it: a folder under its final name is whole, and `checkpoint_files.py` can tell whether it still is. It holds
 
-    step_20/megatron/     model, FP32 masters and optimizer state (torch's distributed format; its `.metadata` is a
-    pickle, so
-                          load only checkpoints that you trust)
+    step_20/megatron/     model, FP8 state, FP32 masters and optimizer state (torch's distributed format; its
+    `.metadata` is a pickle, so load only checkpoints that you trust)
     step_20/hf/           config.json and tokenizer of the policy, for conversion
     step_20/state.json    everything else: step, policy version, learning-rate schedule, calibrator, configuration
     step_20/state.safetensors   tensors of the same (the calibrator's pool)
+    step_20/manifest.json every file's size and hash
 
-Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with
-below: a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one
-`step` tensor, which every parameter then increments. A fourth, in versions before NVIDIA/Megatron-LM#5077, has
-nothing to do with Adam: where gradients have several buckets, masters and moments are saved from wrong offsets,
-without an error.
+Files are written by a forked process. It sees memory as it is at the fork, so that training can go on at once
+(`checkpoint.async_save`) without a copy of the state; on GPUs the state has been copied to the host before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+import ctypes
+import multiprocessing
+import pickle
 import queue
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,141 +34,165 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_calclip.checkpoint_files import (
+    BEST_TRACKER,
+    STATE,
+    TRACKER,
+    FileRecord,
+    flush_folder,
+    flushed_record,
+    read_state,
+    superseded,
+    write_json,
+    write_manifest,
+)
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.learner.checkpoint_state import adam_steps_kept, model_state, sharded_state
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.runtime import Runtime
 
-TRACKER = "latest_checkpoint.json"
-
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "non_homogeneous_layers": True,  # layers that stay in BF16 have no amax histories
-    "chained_optim_avoid_prefix": True,
-}
+_FORK = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def _begin(state: dict[str, Any], folder: Path) -> tuple[Any, queue.SimpleQueue[Any]]:
+    """Plan a save of sharded state with all ranks; what remains is to write this rank's files, and to finalize.
 
-
-def _uses_torch_adam(part: Any) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one, too
-
-
-def _create_missing_adam_state(optimizer: Any) -> None:
-    """Before its first step torch's Adam has no state, which Megatron can neither save nor load into."""
-    for part in filter(_uses_torch_adam, _parts(optimizer)):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = part.optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-@contextlib.contextmanager
-def _adam_steps_kept(optimizer: Any) -> Iterator[None]:
-    """While loading, hand Adam's `step` to Megatron, which forgets it; afterwards give each parameter its own tensor."""
-    parts = [part for part in _parts(optimizer) if _uses_torch_adam(part)]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = _with_step(part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-            for state in part.optimizer.state.values():
-                state["step"] = state["step"].clone()
-
-
-@contextlib.contextmanager
-def _bucket_padding_kept(optimizer: Any) -> Iterator[None]:
-    """Lay the buckets of optimizer state out end to end as they are, padding included.
-
-    Megatron drops the padding between buckets and then reads every parameter at its offset with the padding. Large
-    models have several buckets when `overlap_grad_reduce` is on, and tied embeddings have one of their own under
-    pipeline parallelism.
+    Megatron's writers report through a manager process, which imports torch and the main script once more: seconds in
+    every rank, and a hang where that script does not guard its entry. Here a plain queue takes the report.
     """
-    buffers = [buffer for part in _parts(optimizer) for buffer in part.buffers]
-    sizes = [(buffer, buffer.numel) for buffer in buffers]
-    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    without_padding = [(item, item.numel_unpadded) for item, _ in sizes]
-    for item, size in sizes:
-        item.numel_unpadded = size
-    try:
-        yield
-    finally:
-        for item, size in without_padding:
-            item.numel_unpadded = size
-
-
-def _with_step(part: Any) -> Callable[[Any, dict[str, Any]], None]:
-    original = part._set_main_param_and_optimizer_states
-
-    def set_states(model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = part.model_param_group_index_map[model_param]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        original(model_param, {"step": state["step"], **tensors})
-
-    return set_states
-
-
-def _model_state(learner: Learner) -> dict[str, Any]:
-    """Sharded weights; keys inside are global, so the outer names of the chunks do not matter for resharding."""
-    learner.gather_parameters()
-    return {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(learner.chunks)
-    }
-
-
-def _sharded_state(learner: Learner, *, loading: bool) -> dict[str, Any]:
-    model_state = _model_state(learner)
-    _create_missing_adam_state(learner.optimizer)
-    with _bucket_padding_kept(learner.optimizer):
-        optimizer = learner.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=dict(_METADATA))
-    return {**model_state, "optimizer": optimizer}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that it is whole or absent after a crash."""
-    aside = path.with_suffix(path.suffix + ".partial")
-    with aside.open("w") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
-
-
-def _write(sharded_state: dict[str, Any], folder: Path) -> None:
-    """Megatron's synchronous save.
-
-    Its writers report through a manager process, which imports torch and the main script once more: seconds in
-    every rank, and a hang where that script does not guard its entry. Here they report to this very process; a
-    plain queue does.
-    """
-    filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(sharded_state, str(folder))
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    filesystem_async._results_queue = results
+    return dist_checkpointing.save(state, str(folder), async_sharded_save=True), results
 
 
 def save_model(folder: Path, learner: Learner) -> None:
     """The weights alone (the reference policy of a KL penalty); collective."""
     _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True))
-    _write(_model_state(learner), folder)
+    request, _ = _begin(model_state(learner), folder)
+    request.execute_sync()
     learner.runtime.barrier()
 
 
 def load_model(folder: Path, learner: Learner) -> None:
     """Load what `save_model` wrote into the live weights; the optimizer's masters stay."""
-    loaded = dist_checkpointing.load(_model_state(learner), str(folder))
+    loaded = dist_checkpointing.load(model_state(learner), str(folder))
     for index, chunk in enumerate(learner.chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"])
 
 
-def save(
+@dataclass
+class PendingSave:
+    """A checkpoint whose files are being written by another process, as memory was when it began."""
+
+    run_dir: Path
+    step: int
+    runtime: Runtime
+    aside: Path
+    keep: int
+    best: dict[str, float] | None
+    request: Any
+    """Megatron's."""
+    results: queue.SimpleQueue[Any]
+    """Where `request` expects the writer's report."""
+    writer: Any
+    """The process; None where this rank has nothing to write."""
+
+    def is_written(self) -> bool:
+        """Whether all ranks' files are; collective."""
+        writing = self.writer is not None and self.writer.is_alive()
+        return float(self.runtime.max_over_world(torch.tensor(float(writing)))) == 0.0
+
+    def finish(self) -> Path:
+        """Wait for the files, and let the checkpoint count; collective.
+
+        Returns:
+            its folder.
+
+        Raises:
+            UserError: when it could not be written. Older checkpoints stay as they are.
+        """
+        runtime, folder = self.runtime, self.run_dir / f"step_{self.step}"
+        problem, records = self._report()
+        problems = [text for text in runtime.gather_objects(problem) if text is not None]
+        if problems:
+            if runtime.rank == 0:
+                shutil.rmtree(self.aside, ignore_errors=True)
+            raise _cannot_write(problems[0])
+        for finalize in self.request.finalize_fns:
+            finalize()
+        every = {name: record for own in runtime.gather_objects(records) for name, record in own.items()}
+
+        def complete() -> None:
+            for report in self.aside.glob("*.report"):
+                report.unlink()
+            digest = write_manifest(self.aside, every)
+            shutil.rmtree(folder, ignore_errors=True)
+            self.aside.rename(folder)
+            flush_folder(self.run_dir)
+            write_json(self.run_dir / TRACKER, {"step": self.step, "folder": folder.name, "manifest_sha256": digest})
+            if self.best is not None:
+                write_json(self.run_dir / BEST_TRACKER, self.best)
+            best = None if self.best is None else int(self.best["step"])
+            for old in superseded(self.run_dir, newest=self.step, keep=self.keep, best=best):
+                shutil.rmtree(old, ignore_errors=True)
+
+        _on_rank_zero(runtime, complete)
+        return folder
+
+    def _report(self) -> tuple[str | None, dict[str, FileRecord]]:
+        """What went wrong with this rank's files, and their records."""
+        if self.writer is None:
+            return None, {}
+        self.writer.join()
+        try:
+            outcome, records = pickle.loads(self._report_file().read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return f"the process that writes rank {self.runtime.rank}'s files ended with {self.writer.exitcode}", {}
+        if isinstance(outcome, Exception):
+            return str(outcome), {}
+        self.results.put(outcome)
+        return None, records
+
+    def _report_file(self) -> Path:
+        return self.aside / f"writer_{self.runtime.rank}.report"
+
+    def start_writer(self) -> None:
+        """Fork the process that writes this rank's files."""
+        if self.request.async_fn is None:
+            return
+        arguments = list(self.request.async_fn_args)
+        if self.request.preload_fn:
+            arguments[1] = self.request.preload_fn()  # from the GPU to the host
+        self.writer = _FORK.Process(
+            target=_write_files, args=(self.request.async_fn, arguments, self._report_file()), name="checkpoint"
+        )
+        self.writer.start()
+
+
+def _write_files(write: Callable[..., None], arguments: list[Any], report: Path) -> None:
+    """In the forked process: write, flush and hash the files of Megatron's write buckets, then report."""
+    # It ends with the run; a run that is started again writes into another folder in any case.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # the run saves when it is told to stop, and needs this process for it
+    rank, buckets, _ = arguments
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    records: dict[str, FileRecord] = {}
+    try:
+        write(rank, buckets, results)
+        outcome = results.get()
+        if not isinstance(outcome, Exception):
+            paths = [Path(bucket[0]) for bucket in buckets]
+            records = {f"{path.parent.name}/{path.name}": flushed_record(path) for path in paths}
+    except OSError as error:
+        outcome = error
+    aside = report.with_suffix(".partial")
+    aside.write_bytes(pickle.dumps((outcome, records)))
+    aside.rename(report)
+
+
+def begin_save(
     run_dir: Path,
     step: int,
     learner: Learner,
@@ -177,8 +201,9 @@ def save(
     state: dict[str, Any],
     tensors: dict[str, Tensor],
     keep: int,
-) -> Path:
-    """Write `run_dir/step_<step>` and name it in the tracker; collective.
+    best: dict[str, float] | None = None,
+) -> PendingSave:
+    """Begin to write `run_dir/step_<step>`; training may go on at once. Collective.
 
     Args:
         run_dir: the run's folder.
@@ -188,35 +213,42 @@ def save(
         state: JSON values of the caller (the same on all ranks), returned by `load`.
         tensors: CPU tensors of the caller (the same on all ranks), returned by `load`.
         keep: newest checkpoints that stay.
+        best: step and score of the best evaluation, whose checkpoint stays besides.
 
     Raises:
         UserError: when the folder cannot be written. Older checkpoints stay as they are.
     """
     runtime = learner.runtime
-    folder, aside = run_dir / f"step_{step}", run_dir / f"step_{step}.partial"
+    # A name that no earlier attempt has: a writer that outlived its run must not get in the way.
+    name = runtime.gather_objects(f"step_{step}.{secrets.token_hex(4)}.partial")[0]
+    aside = run_dir / name
 
-    def make_room() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
+    def prepare() -> None:
+        for left in run_dir.glob("step_*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
         (aside / "megatron").mkdir(parents=True)
-
-    _on_rank_zero(runtime, make_room)
-    _write(_sharded_state(learner, loading=False), aside / "megatron")
-    runtime.barrier()
-
-    def complete() -> None:
         learner.hf_config.save_pretrained(aside / "hf")
         tokenizer.save_pretrained(aside / "hf")
         save_file(tensors, aside / "state.safetensors")
-        _write_json(aside / "state.json", {**state, "step": step, "scheduler": learner.scheduler.state_dict()})
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-        _write_json(run_dir / TRACKER, {"step": step, "folder": folder.name})
-        # Later ones are of a longer run that this one started over from; they are not this run's to remove.
-        for old in sorted(old for old in _steps(run_dir) if old <= step)[:-keep]:
-            shutil.rmtree(run_dir / f"step_{old}", ignore_errors=True)
+        write_json(aside / STATE, {**state, "step": step, "scheduler": learner.scheduler.state_dict()})
 
-    _on_rank_zero(runtime, complete)
-    return folder
+    _on_rank_zero(runtime, prepare)
+    try:
+        request, results = _begin(sharded_state(learner, loading=False), aside / "megatron")
+    except OSError as error:  # rank 0 alone writes here; the others end with it
+        raise _cannot_write(str(error)) from None
+    pending = PendingSave(run_dir, step, runtime, aside, keep, best, request, results, writer=None)
+    pending.start_writer()
+    return pending
+
+
+def save(run_dir: Path, step: int, learner: Learner, **options: Any) -> Path:
+    """`begin_save` and `PendingSave.finish` in one; collective."""
+    return begin_save(run_dir, step, learner, **options).finish()
+
+
+def _cannot_write(problem: str) -> UserError:
+    return UserError("run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED)
 
 
 def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
@@ -233,67 +265,7 @@ def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
             problem = str(error)
     problem = runtime.gather_objects(problem)[0]
     if problem is not None:
-        raise UserError(
-            "run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED
-        )
-
-
-def _steps(run_dir: Path) -> list[int]:
-    names = (path.name for path in run_dir.glob("step_*") if path.is_dir())
-    return [int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdigit()]
-
-
-def find(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint to resume from, by `checkpoint.resume`.
-
-    Raises:
-        UserError: when the one asked for is not there, or the tracker names one that is not.
-    """
-    if resume == "no":
-        return None
-    if resume != "auto":
-        folder = Path(resume)
-        if not _is_file(folder / "state.json", "checkpoint.resume"):
-            raise UserError("checkpoint.resume", f"{resume!r} is no checkpoint folder; give auto, no or such a folder")
-        return folder
-    tracker = run_dir / TRACKER
-    if not _is_file(tracker, "run_dir"):
-        return None
-    try:
-        folder = run_dir / json.loads(tracker.read_text())["folder"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            "checkpoint.resume", f"{tracker} cannot be read ({error}); set it to a checkpoint's folder"
-        ) from None
-    if not _is_file(folder / "state.json", "run_dir"):
-        raise UserError(
-            "checkpoint.resume", f"{tracker} names {folder.name}, which is not there; set it to a checkpoint's folder"
-        )
-    return folder
-
-
-def _is_file(path: Path, setting: str) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:  # a name that is too long, for one
-        raise UserError(setting, f"{error.strerror}: {str(path)[:80]!r}; give another folder") from None
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint.
-
-    Raises:
-        UserError: when it is damaged.
-    """
-    path = folder / "state.json"
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-        int(state["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            "checkpoint.resume", f"{path} is damaged ({error!r}); set it to another checkpoint's folder"
-        ) from None
-    return state
+        raise _cannot_write(problem)
 
 
 def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -302,10 +274,10 @@ def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tens
     Returns:
         what `save` was given as `state` (with `step`) and as `tensors`.
     """
-    loaded = dist_checkpointing.load(_sharded_state(learner, loading=True), str(folder / "megatron"))
+    loaded = dist_checkpointing.load(sharded_state(learner, loading=True), str(folder / "megatron"))
     for index, chunk in enumerate(learner.chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"])
-    with _adam_steps_kept(learner.optimizer):
+    with adam_steps_kept(learner.optimizer):
         learner.optimizer.load_state_dict(loaded["optimizer"])
     learner.refresh_fp8_params()
     state = read_state(folder)

@@ -102,7 +102,16 @@ def start(config: Config) -> Runtime:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+        # torchrun's store outlives the ranks: after a restart the addresses of dead ranks must not be found in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"attempt_{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     p = config.parallel

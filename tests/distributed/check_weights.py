@@ -160,7 +160,7 @@ def check_dist_checkpoint(title: str, chunks: list[Any], shape: ModelShape, grou
     if dist.get_rank() == 0:
         saved.mkdir()
     dist.barrier()
-    checkpoint._write(megatron_state(chunks), saved)
+    checkpoint._begin(megatron_state(chunks), saved)[0].execute_sync()
     dist.barrier()
     stream = list(hf_source(DistCheckpoint(saved), shape).stream())
     check(f"{title}: the converter reads what Megatron saves", same(stream, source, shape, torch.float32))

@@ -28,6 +28,7 @@ from tiny_learners import (
     train,
 )
 
+from megatron_calclip.checkpoint_files import find
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import launch_world_size
 from megatron_calclip.errors import UserError
@@ -72,6 +73,7 @@ def check_checkpoints(checks: Checks, root: Path, exchange: Path) -> None:
         check_straight_after_update(checks, root / "overlapped")
         save_for_others(exchange)
         check_folders(checks, root / "folders")
+        check_background(checks, root / "background")
     check_other_layouts(checks, exchange)
 
 
@@ -189,28 +191,59 @@ def check_folders(checks: Checks, run_dir: Path) -> None:
                 action()
             runtime.barrier()
 
-        checks.true("nothing to resume from", checkpoint.find(run_dir, "auto") is None)
+        checks.true("nothing to resume from", find(run_dir, "auto") is None)
         for step in (9, 10):
             _save(run_dir, step, learner)
         tracker = json.loads((run_dir / checkpoint.TRACKER).read_text())
-        checks.true("the tracker names the newest", tracker == {"step": 10, "folder": "step_10"})
-        checks.true("auto finds it", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
-        checks.true("no finds none", checkpoint.find(run_dir, "no") is None)
+        checks.true("the tracker names the newest", (tracker["step"], tracker["folder"]) == (10, "step_10"))
+        checks.true("auto finds it", find(run_dir, "auto") == run_dir / "step_10")
+        checks.true("no finds none", find(run_dir, "no") is None)
 
         alone(lambda: (run_dir / "step_11.partial" / "megatron").mkdir(parents=True))
-        checks.true("an interrupted save is ignored", checkpoint.find(run_dir, "auto") == run_dir / "step_10")
+        checks.true("an interrupted save is ignored", find(run_dir, "auto") == run_dir / "step_10")
         _save(run_dir, 11, learner)
         checks.true("and replaced by the next; the newest two stay", kept() == ["step_10", "step_11"])
         checks.true("which is whole", checkpoint.load(run_dir / "step_11", learner)[0]["step"] == 11)
 
         _save(run_dir, 3, learner, keep=1)  # a run that started over in the folder of a longer one
-        checks.true("what was just saved stays", checkpoint.find(run_dir, "auto") == run_dir / "step_3")
+        checks.true("what was just saved stays", find(run_dir, "auto") == run_dir / "step_3")
 
         alone(lambda: shutil.rmtree(run_dir / "step_3"))
-        for resume, setting in (("auto", checkpoint.TRACKER), (str(run_dir / "gone"), "checkpoint.resume")):
+        for resume, problem in (("auto", "is not there"), (str(run_dir / "gone"), "is no checkpoint folder")):
             try:
-                checkpoint.find(run_dir, resume)
+                find(run_dir, resume)
                 named = False
             except UserError as error:
-                named = setting in str(error)
+                named = "checkpoint.resume" in str(error) and problem in str(error)
             checks.true(f"a checkpoint that is not there, by {resume[:4]}", named)
+
+
+def check_background(checks: Checks, root: Path) -> None:
+    """What is written in the background is the state at the beginning of the save, while training goes on."""
+    config = _config(SAVED)
+    with layout(config) as runtime:
+        learner = make_learner(config, runtime, MODEL)
+        _step(learner, root)
+        state = snapshot(learner)
+        tokenizer = character_tokenizer("0123456789")
+        options: dict[str, Any] = dict(tokenizer=tokenizer, state=STATE, tensors=TENSORS, keep=2)
+        pending = checkpoint.begin_save(root, STEP, learner, **options)
+        checks.true("in the background: nothing counts before it is finished", find(root, "auto") is None)
+        _step(learner, root)
+        checks.true("in the background: training went on", not same_bits(snapshot(learner), state))
+        folder = pending.finish()
+        learner = make_learner(config, runtime, MODEL)
+        checkpoint.load(folder, learner)
+        checks.true("in the background: the state of the beginning", same_bits(snapshot(learner), state))
+        checks.true("in the background: whole", find(root, "auto") == folder)
+        pending = checkpoint.begin_save(root, STEP + 1, learner, **options)
+        if pending.writer is not None:
+            pending.writer.kill()
+        try:
+            pending.finish()
+            refused = False
+        except UserError as error:
+            refused = "cannot write a checkpoint (the process that writes rank" in str(error)
+        checks.true("a writer that was killed: nothing is left, the older one stays", refused)
+        runtime.barrier()
+        checks.true("which is whole", find(root, "auto") == folder and not list(root.glob("*.partial")))

@@ -9,9 +9,9 @@ from typing import Any
 
 from checks import Checks, layout
 
-from megatron_calclip.batch import Prompt
 from megatron_calclip.config_file import config_from_dict, launch_world_size
 from megatron_calclip.metrics import METRICS
+from megatron_calclip.rewards import RewardSample
 from megatron_calclip.trainer import Trainer
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -49,11 +49,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def share_of_digits_of_some(prompt: Prompt, completion: str) -> float:
+def share_of_digits_of_some(sample: RewardSample) -> float:
     """Reward: how much of a completion is digits; nothing for every third prompt, whose groups teach nothing."""
-    if prompt.id % 3 == 1:
+    if sample.prompt.id % 3 == 1:
         return 0.0
-    return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+    return sum(character.isdigit() for character in sample.completion) / max(len(sample.completion), 1)
 
 
 def repeatable(row: dict[str, float]) -> dict[str, float]:
@@ -80,6 +80,7 @@ def check_trainer(checks: Checks, root: Path, _: Path) -> None:
                 f"trainer {name}: step {actual['step']}", repeatable(actual), repeatable(expected), tolerance=1e-5
             )
     check_without_fp8(checks, root)
+    check_one_step_off_policy(checks, root, rows["DP2"])
     last = rows["DP2"][-1]
     trains = last["grad_norm"] > 0 and last["updates/applied"] == 4 and last["clip/low_negative"] > 0
     checks.true("trainer: it trains", trains)
@@ -105,3 +106,30 @@ def check_without_fp8(checks: Checks, root: Path) -> None:
     checks.true("trainer: without FP8 the ratios have no error", all(row["nmae/ratio"] == 0 for row in measured))
     clipped = [multiple for multiple, count in sides if count]
     checks.true(f"trainer: without FP8 multiples are 1 ({clipped})", bool(clipped) and set(clipped) == {1.0})
+
+
+def check_one_step_off_policy(checks: Checks, root: Path, on_policy: list[dict[str, float]]) -> None:
+    """Completions drawn ahead: the first step is the synchronous one, the others are one step old, the same everywhere."""
+    rows = []
+    for name in ("DP2", "TP2+SP"):
+        settings = SETTINGS | {
+            "parallel": LAYOUTS[name],
+            "rollout": SETTINGS["rollout"] | {"max_staleness": 1},
+            "train": SETTINGS["train"] | {"num_steps": 3},
+            "eval": {"num_prompts": 8, "every": 1},
+            "run_dir": str(root / f"ahead-{name}"),
+        }
+        config = config_from_dict(settings)
+        with layout(config) as runtime:
+            Trainer(config, runtime).run()
+        lines = (root / f"ahead-{name}" / "metrics.jsonl").read_text().splitlines()
+        rows.append([repeatable(json.loads(line)) for line in lines])
+    first = {name: value for name, value in rows[0][1].items() if name in on_policy[1] and name != "lr"}
+    expected = {name: on_policy[1][name] for name in first}
+    checks.close("trainer ahead: the first step is on policy", first, expected, tolerance=1e-6)
+    staleness = [row["rollout/staleness_max"] for row in rows[0][1:]]
+    checks.true(f"trainer ahead: staleness {staleness}", staleness == [0, 1, 1])
+    differs = rows[0][2]["mismatch/mean_abs_dlogp"] > 1.5 * on_policy[2]["mismatch/mean_abs_dlogp"]
+    checks.true("trainer ahead: older weights show as a mismatch", differs)
+    for index, (actual, wanted) in enumerate(zip(*rows, strict=True)):
+        checks.close(f"trainer ahead: step {index} in both layouts", actual, wanted, tolerance=5e-5)
