@@ -1,72 +1,81 @@
-"""Rewards: from a prompt and the text of a completion to a number."""
+"""Rewards: from a prompt and a completion to a number with named components.
+
+`exact` and `scratchpad` (built-in tasks), `math` and `code` (verifiable answers), or a function of yours by dotted
+path. All but the first two run in a bounded pool of processes (`pool`), because they execute what the policy wrote,
+or think about it for longer than anyone wants to wait.
+
+    scorer = make_scorer(config.reward)
+    scores = scorer.score([RewardSample(prompt, text, num_tokens=120, finished=True), ...])
+    scorer.close()
+
+This module imports neither torch nor sympy, so that the pool's processes start fast. Left out on purpose: reward
+models and judges over HTTP; a function of yours may call one.
+"""
 
 from __future__ import annotations
 
-import importlib
-import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from megatron_calclip.batch import Prompt
-from megatron_calclip.config import RewardConfig
-from megatron_calclip.errors import EXIT_FAILED, UserError
-from megatron_calclip.tasks import scratchpad_reward
-
-Reward = Callable[[Prompt, str], float]
+if TYPE_CHECKING:  # the configuration needs pydantic, which the workers do without
+    from megatron_calclip.prompt import Prompt
+    from megatron_calclip.config import RewardConfig
+    from megatron_calclip.rewards.scorer import Scorer
 
 
-def exact(prompt: Prompt, completion: str) -> float:
-    """1 when the completion, stripped, is the answer; else 0."""
-    return float(completion.strip() == prompt.answer.strip())
+@dataclass(frozen=True)
+class RewardSample:
+    """One completion to be scored; what a reward of your own is called with."""
+
+    prompt: Prompt
+    """The problem, with its reference `answer` and the data row's other columns in `metadata`."""
+    completion: str
+    """What the policy wrote, decoded, without special tokens."""
+    num_tokens: int
+    """Tokens of the completion, the stop token included."""
+    finished: bool
+    """False where the length limit cut it."""
 
 
-def scratchpad(prompt: Prompt, completion: str) -> float:
-    """1 when every running sum is right and followed by a letter; see `tasks.Scratchpad`."""
-    return scratchpad_reward(prompt.answer, completion)
+@dataclass(frozen=True)
+class Score:
+    """The reward of one completion."""
+
+    value: float
+    """The reward: `components["correct"]` of a built-in reward, plus the format bonus where there is one."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Its parts by name, logged as `reward/<name>`: means over all samples."""
+    timed_out: bool = False
+    """The limits of time or memory ended the scoring, which counts as a wrong answer."""
 
 
-BUILT_IN: dict[str, Reward] = {"exact": exact, "scratchpad": scratchpad}
-
-
-def load_reward(config: RewardConfig) -> Reward:
-    """The reward that `reward.name` names, guarded: a reward that fails stops the run with a clear error.
+def make_scorer(config: RewardConfig) -> Scorer:
+    """The scorer that `reward` describes; it starts no process before its first use.
 
     Raises:
-        UserError: when a dotted path cannot be imported, or names no function.
+        UserError: when the reward cannot be imported, or needs a library or a sandbox that is not there.
     """
-    if config.name in BUILT_IN:
-        return BUILT_IN[config.name]
-    module_name, _, function_name = config.name.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # importing runs the user's own code
-        raise UserError(
-            "reward.name",
-            f"cannot import {config.name!r} ({type(error).__name__}: {error}); give `exact`, or "
-            "package.module.function of a module on PYTHONPATH",
-        ) from None
-    if not callable(function):
-        raise UserError("reward.name", f"{config.name!r} is a {type(function).__name__}; name a function")
-    return _guarded(config.name, function)
+    from megatron_calclip.rewards.scorer import Scorer
+
+    return Scorer(config)
 
 
-def _guarded(name: str, function: Callable[[Prompt, str], Any]) -> Reward:
-    def reward(prompt: Prompt, completion: str) -> float:
-        try:
-            value = float(function(prompt, completion))
-        except Exception as error:  # the user's own code: whatever it raises is reported as theirs
-            raise UserError(
-                "reward.name",
-                f"{name} raised {type(error).__name__}: {error} (prompt id {prompt.id}, completion "
-                f"{completion[:40]!r}); correct the reward",
-                exit_code=EXIT_FAILED,
-            ) from error
-        if not math.isfinite(value):
-            raise UserError(
-                "reward.name",
-                f"{name} returned {value} for prompt id {prompt.id}; return a finite number",
-                exit_code=EXIT_FAILED,
-            )
-        return value
+def check_gold(name: str, answer: str, metadata: dict[str, Any]) -> None:
+    """Whether a reference answer is one that the reward can compare with; called when data loads.
 
-    return reward
+    Args:
+        name: `reward.name`; rewards other than `math` and `code` take any answer.
+        answer: the reference answer.
+        metadata: the other columns of its row.
+
+    Raises:
+        ValueError: with the reason, as a predicate ("is empty").
+    """
+    if name == "math":
+        from megatron_calclip.rewards.math_answer import check_reference
+
+        check_reference(answer, metadata)
+    elif name == "code":
+        from megatron_calclip.rewards.code import check_tests
+
+        check_tests(answer, metadata)
