@@ -1,47 +1,53 @@
-"""Prompts: generated arithmetic, or rows of a JSON Lines file, in an order that seed and step alone decide.
+"""Prompts: generated problems, or rows of a data set, in an order that seed and position alone decide.
 
-A stream is addressed by position, so that resuming needs nothing but the step, and any number of ranks sees
-the same order. Every prompt that a run will use is checked before it starts: one that is too long must not
-end a run after hours.
+A stream is addressed by position, so that resuming needs nothing but the position, and any number of ranks sees the same order.
+Every prompt that a run will use is checked before it starts: one that is too long must not end a run after hours.
+
+    sets = eval_sets(config, tokenizer)
+    stream = train_stream(config, tokenizer, sets)
+    prompts = stream.take(position, count)
+
+Reading and checking of rows is in `data_sets`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_calclip.batch import Prompt
 from megatron_calclip.config import Config
+from megatron_calclip.data_sets import DataSet, counted, duplicate_reasons, load_data_set, overlap_reasons
 from megatron_calclip.errors import UserError
 from megatron_calclip.tasks import Row, Source, generated_task
 
-# Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them.
+# Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them. Those of a file
+# depend on its name and not on the sets around it; 2^40 * 2^12 ids leave room for samples in 64 bits.
 EVAL_ID_OFFSET = 1 << 40
+_NUM_ID_BLOCKS = 1 << 12
+
+_NUM_GENERATED = 256
+"""Problems of a generated evaluation set whose size nobody gives."""
+_POSITIONS_PER_PROBLEM = 32
+"""Positions of a generated task that are looked at for each distinct problem: they repeat by chance, and small tasks have few."""
 
 
-class JsonLines:
-    """Rows of a JSON Lines file, shuffled anew each epoch.
+class Rows:
+    """Rows in memory, shuffled anew each epoch.
 
     Args:
-        path: the file.
-        where: the setting that names it, for errors.
-        config: names of the fields, seed.
-        shuffle: whether to shuffle (evaluation keeps the file's order).
-
-    Raises:
-        UserError: for a missing or empty file, or a row that is no JSON object with both fields; it names the
-            file and the line.
+        rows: at least one.
+        seed: of the shuffling.
+        shuffle: whether to shuffle; else the file's order.
     """
 
-    def __init__(self, path: str, *, where: str, config: Config, shuffle: bool) -> None:
-        self.seed, self.shuffle = config.train.seed, shuffle
-        self.rows = list(_read_rows(path, where, config.data.prompt_field, config.data.answer_field))
-        if not self.rows:
-            raise UserError(where, f"{path} has no rows; give a file with at least one")
+    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool) -> None:
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self._epoch = -1
         self._order: list[int] = []
 
@@ -64,61 +70,114 @@ class JsonLines:
         return self._order
 
 
-def _read_rows(path: str, where: str, prompt_field: str, answer_field: str) -> Iterator[Row]:
-    if not os.path.isfile(path):  # pathlib's raises for a name that is too long
-        raise UserError(where, f"no file {path!r}; give a JSON Lines file, or `arithmetic`")
-    try:
-        with open(path, "rb") as file:
-            lines = file.readlines()
-    except OSError as error:
-        raise UserError(where, f"{path} cannot be read ({error}); give a readable file") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield _parse_row(line, prompt_field, answer_field)
-            except ValueError as error:
-                raise UserError(where, f"{path} line {number} {error}; correct it") from None
+class PromptFormat:
+    """How a problem becomes the tokens of a prompt.
 
-
-def _parse_row(line: bytes, prompt_field: str, answer_field: str) -> Row:
-    """One row.
+    Args:
+        tokenizer: HF tokenizer.
+        config: instruction, system prompt, chat template and length limits.
+        instruction: the layout's, where the configuration has none.
+        where: the setting that names the problems' source, for errors.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        UserError: when there is no chat template to use.
     """
+
+    def __init__(self, tokenizer: Any, config: Config, *, instruction: str, where: str) -> None:
+        self.tokenizer, self.config, self.where = tokenizer, config, where
+        own = config.data.instruction
+        self.instruction = instruction if own is None else own
+        self.template = _chat_template(config.data.chat_template, tokenizer)
+
+    def text(self, problem: str) -> str:
+        """What is asked: the problem, and the instruction."""
+        return f"{problem}\n{self.instruction}" if self.instruction else problem
+
+    def tokens(self, row: Row) -> tuple[int, ...]:
+        """Tokens of a row's prompt.
+
+        Raises:
+            UserError: when it is empty, or cannot be written with the tokenizer or the template.
+        """
+        problem, _, metadata = row
+        text, model = self.text(problem), self.config.model
+        if self.template is None:
+            ids = self.tokenizer(text)["input_ids"]
+        else:
+            ids = self._in_template(text, self.config.data.system_prompt or metadata.get("system"))
+        if not ids:
+            raise UserError(self.where, "a prompt has no tokens; a prompt needs at least one")
+        if model.tokenizer == "characters" and (unknown := set(text) - set(model.characters)):
+            raise UserError(
+                "model.characters",
+                f"lacks {''.join(sorted(unknown))!r} of the prompt {text[:40]!r} ({self.where}); add them",
+            )
+        return tuple(ids)
+
+    def _in_template(self, text: str, system: Any) -> list[int]:
+        messages = [{"role": "system", "content": system}] if isinstance(system, str) else []
+        messages.append({"role": "user", "content": text})
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # whatever the template's author raises, and Jinja
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                "data.chat_template", f"cannot be applied to {text[:40]!r} ({reason}); correct it"
+            ) from None
+        return ids
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt leaves room for an answer."""
+        return len(ids) + self.config.rollout.max_new_tokens <= self.config.model.max_sequence_length
+
+    def check_fits(self, ids: Sequence[int], row: Row) -> None:
+        """Refuse a prompt that does not.
+
+        Raises:
+            UserError: with its length.
+        """
+        if not self.fits(ids):
+            longest = self.config.model.max_sequence_length
+            raise UserError(
+                "model.max_sequence_length",
+                f"a prompt of {len(ids)} tokens ({row[0][:40]!r}..., {self.where}) plus rollout.max_new_tokens "
+                f"= {self.config.rollout.max_new_tokens} exceeds {longest}; raise it, or set data.too_long=skip",
+            )
+
+
+def _chat_template(setting: bool | str, tokenizer: Any) -> str | None:
+    """The Jinja template that `data.chat_template` asks for; None for none."""
+    if setting is False:
+        return None
+    if setting is True:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError("data.chat_template", "the tokenizer has no template; use false, or give one")
+        return str(tokenizer.get_chat_template())
+    if "{" in setting:
+        return setting
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"is a {type(row).__name__}, not an object with fields")
-    for setting, name in (("data.prompt_field", prompt_field), ("data.answer_field", answer_field)):
-        if name not in row:
-            raise ValueError(f"has no field {name!r} (named by {setting})")
-    prompt, answer = row[prompt_field], row[answer_field]
-    if not isinstance(prompt, str):
-        raise ValueError(f"field {prompt_field!r} is a {type(prompt).__name__}, not a text")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"field {answer_field!r} is a {type(answer).__name__}, not a text or a number")
-    f"{prompt}{answer}".encode()  # raises for half of a surrogate pair, which is JSON but no text
-    rest = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
-    return prompt, str(answer), rest
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            "data.chat_template",
+            f"{setting[:80]!r} is no readable file ({error}); give a Jinja template's path or text",
+        ) from None
 
 
 class PromptStream:
-    """Tokenised prompts of one split.
+    """Tokenised prompts of one source.
 
     Args:
         source: problems by position.
-        tokenizer: HF tokenizer.
-        config: template and length limits.
+        form: how they become prompts.
         id_offset: added to the position to give the prompt's id.
-        where: the setting that names the source, for errors.
+        report: lines that say what was read.
     """
 
-    def __init__(self, source: Source, tokenizer: Any, config: Config, *, id_offset: int, where: str) -> None:
-        self.source, self.tokenizer, self.config = source, tokenizer, config
-        self.id_offset, self.where = id_offset, where
+    def __init__(self, source: Source, form: PromptFormat, *, id_offset: int, report: Sequence[str] = ()) -> None:
+        self.source, self.form, self.id_offset, self.report = source, form, id_offset, list(report)
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts at positions start .. start + count - 1.
@@ -134,88 +193,140 @@ class PromptStream:
         Raises:
             UserError: as `take`.
         """
-        for text, _, _ in self.source.extremes(count):
-            self._tokenize(text)
+        for row in self.source.extremes(count):
+            self._tokens(row)
 
     def _prompt(self, position: int) -> Prompt:
-        text, answer, metadata = self.source.row(position)
+        row = self.source.row(position)
+        problem, answer, metadata = row
         return Prompt(
             id=position + self.id_offset,
-            token_ids=self._tokenize(text),
-            text=text,
+            token_ids=self._tokens(row),
+            text=self.form.text(problem),
             answer=answer,
             metadata=metadata,
         )
 
-    def _tokenize(self, text: str) -> tuple[int, ...]:
-        model, max_new_tokens = self.config.model, self.config.rollout.max_new_tokens
-        if self.config.data.chat_template:
-            message = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(text)["input_ids"]
-        if not ids:
-            raise UserError(self.where, "a prompt has no tokens; a prompt needs at least one")
-        if model.tokenizer == "characters" and (unknown := set(text) - set(model.characters)):
-            raise UserError(
-                "model.characters",
-                f"lacks {''.join(sorted(unknown))!r} of the prompt {text[:40]!r} ({self.where}); add them",
-            )
-        if len(ids) + max_new_tokens > model.max_sequence_length:
-            raise UserError(
-                "model.max_sequence_length",
-                f"a prompt of {len(ids)} tokens ({text[:40]!r}..., {self.where}) plus rollout.max_new_tokens "
-                f"= {max_new_tokens} exceeds {model.max_sequence_length}; raise it, or leave the prompt out",
-            )
-        return tuple(ids)
+    def _tokens(self, row: Row) -> tuple[int, ...]:
+        ids = self.form.tokens(row)
+        self.form.check_fits(ids, row)
+        return ids
 
 
-def _source(name: str, *, where: str, config: Config, held_out: bool) -> Source:
-    task = generated_task(name, config, held_out=held_out)
-    if task is not None:
-        return task
-    return JsonLines(name, where=where, config=config, shuffle=config.data.shuffle and not held_out)
+@dataclass(frozen=True)
+class EvalSet:
+    """Problems of one evaluation set, all distinct."""
+
+    name: str
+    prompts: list[Prompt]
+    reward: str
+    """`reward.name` that scores it."""
+    data: DataSet | None = None
+    """Where they come from; None for a generated task."""
+    report: list[str] = field(default_factory=list)
+    """Lines that say what was read."""
 
 
-def _stream(name: str, tokenizer: Any, config: Config, *, where: str, held_out: bool) -> PromptStream:
-    if config.data.chat_template and not getattr(tokenizer, "chat_template", None):
-        raise UserError("data.chat_template", "the tokenizer has no template; use false, or another tokenizer")
-    source = _source(name, where=where, config=config, held_out=held_out)
-    offset = EVAL_ID_OFFSET if held_out else 0
-    return PromptStream(source, tokenizer, config, id_offset=offset, where=where)
+def _form(data_set: DataSet | None, tokenizer: Any, config: Config, where: str) -> PromptFormat:
+    instruction = data_set.preset.instruction if data_set is not None and data_set.preset is not None else ""
+    return PromptFormat(tokenizer, config, instruction=instruction, where=where)
 
 
-def train_stream(config: Config, tokenizer: Any) -> PromptStream:
+def _without_too_long(data_set: DataSet, form: PromptFormat) -> DataSet:
+    """A copy without prompts that leave no room for an answer, where those do not end the run."""
+    if form.config.data.too_long == "error":
+        return data_set
+    distinct = {row[0]: row for row in data_set.rows}  # some sets repeat each problem a hundred times
+    too_long = {problem for problem, row in distinct.items() if not form.fits(form.tokens(row))}
+    room = form.config.model.max_sequence_length - form.config.rollout.max_new_tokens
+    reason = f"prompt longer than {room} tokens"
+    result = data_set.without([reason if row[0] in too_long else None for row in data_set.rows])
+    if not result.rows:
+        raise UserError(form.where, f"{data_set.source} has no prompt of at most {room} tokens; give shorter ones")
+    return result
+
+
+def train_stream(config: Config, tokenizer: Any, held_out: Sequence[EvalSet] = ()) -> PromptStream:
     """The endless stream of training prompts.
+
+    Args:
+        config: of the run.
+        tokenizer: of the policy.
+        held_out: evaluation sets, for the report of what training has in common with them.
 
     Raises:
         UserError: when the source, or a prompt of it that the run will use, is unusable.
     """
-    stream = _stream(config.data.train, tokenizer, config, where="data.train", held_out=False)
+    name, where = config.data.train, "data.train"
+    source: Source | None = generated_task(name, config, held_out=False)
+    data_set, report = None, []
+    if source is None:
+        data_set = load_data_set(name, where=where, data=config.data, reward=config.reward.name)
+        duplicates = duplicate_reasons(data_set)
+        overlap = overlap_reasons(data_set, [other.data for other in held_out if other.data is not None])
+        drops = (config.data.duplicates == "drop", config.data.overlap == "drop")
+        gone = [
+            (drops[0] and one) or (drops[1] and other) or None for one, other in zip(duplicates, overlap, strict=True)
+        ]
+        if all(gone):
+            raise UserError("data.overlap", f"leaves none of the rows of {data_set.source}; use keep")
+        data_set = data_set.without(gone)
+    form = _form(data_set, tokenizer, config, where)
+    if data_set is not None:
+        data_set = _without_too_long(data_set, form)
+        report = [data_set.summary()]
+        for what, reasons, dropped in (("duplicates", duplicates, drops[0]), ("overlap", overlap, drops[1])):
+            if not any(reasons):
+                report.append(f"{data_set.source}: no {what}")
+            elif not dropped:
+                report += [f"{data_set.source}: {count} kept: {why}" for why, count in counted(reasons).items()]
+        source = Rows(data_set.rows, seed=config.train.seed, shuffle=config.data.shuffle)
+    assert source is not None
+    stream = PromptStream(source, form, id_offset=0, report=report)
     dynamic = config.algorithm.dynamic_sampling
     rounds = dynamic.max_rounds if dynamic.enabled else 1
     stream.check(config.train.num_steps * config.train.prompts_per_step * rounds)
     return stream
 
 
-def eval_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
-    """The first `eval.num_prompts` distinct held-out prompts, or all there are; none when evaluation is off.
+def eval_sets(config: Config, tokenizer: Any) -> list[EvalSet]:
+    """For each of `eval.sets` its first `eval.num_prompts` distinct problems, or all there are.
 
-    Distinct, because a problem that came twice would make the standard error look smaller than it is.
+    Distinct, because a problem that came twice would make intervals look smaller than they are.
 
     Raises:
-        UserError: when the source or a prompt of it is unusable.
+        UserError: when a source or a prompt of it is unusable, or two sets have one name.
     """
-    if config.data.held_out is None:
-        return []
-    stream = _stream(config.data.held_out, tokenizer, config, where="data.eval", held_out=True)
-    source, count = stream.source, config.eval.num_prompts
-    # Generated problems repeat by chance, and small tasks have few.
-    positions = len(source.rows) if isinstance(source, JsonLines) else 32 * count
+    config = config.for_evaluation
+    found: list[EvalSet] = []
+    for name in config.eval_sets:
+        task = generated_task(name, config, held_out=True)
+        new = _eval_set(name, tokenizer, config) if task is None else _generated_set(name, task, tokenizer, config)
+        if any(other.name == new.name for other in found):
+            raise UserError("eval.sets", f"two sets are called {new.name!r}; rename a file, or leave one out")
+        found.append(new)
+    return found
+
+
+def _eval_set(name: str, tokenizer: Any, config: Config) -> EvalSet:
+    where = "eval.sets"
+    data_set = load_data_set(name, where=where, data=config.data, reward=config.reward.name)
+    form = _form(data_set, tokenizer, config, where)
+    data_set = _without_too_long(data_set.without(duplicate_reasons(data_set)), form)
+    offset = EVAL_ID_OFFSET * (1 + zlib.crc32(data_set.name.encode()) % _NUM_ID_BLOCKS)
+    stream = PromptStream(Rows(data_set.rows, seed=0, shuffle=False), form, id_offset=offset)
+    prompts = stream.take(0, min(config.eval.num_prompts or len(data_set.rows), len(data_set.rows)))
+    reward = data_set.reward or config.reward.name
+    return EvalSet(data_set.name, prompts, reward, data_set, [data_set.summary()])
+
+
+def _generated_set(name: str, task: Source, tokenizer: Any, config: Config) -> EvalSet:
+    stream = PromptStream(task, _form(None, tokenizer, config, "eval.sets"), id_offset=EVAL_ID_OFFSET)
+    count = config.eval.num_prompts or _NUM_GENERATED
     seen: dict[str, Prompt] = {}
-    for position in range(positions):
+    for position in range(_POSITIONS_PER_PROBLEM * count):
         if len(seen) == count:
             break
         prompt = stream.take(position, 1)[0]
         seen.setdefault(prompt.text, prompt)
-    return list(seen.values())
+    return EvalSet(name, list(seen.values()), config.reward.name)

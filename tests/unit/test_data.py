@@ -1,4 +1,4 @@
-"""Prompts: JSON Lines, an order of seed and position alone, what is too long, errors with file and line."""
+"""Prompts: an order of seed and position alone, wording, what is too long, evaluation sets; JSON Lines with file and line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_calclip.config import Config
-from megatron_calclip.config_file import config_from_dict
-from megatron_calclip.data import EVAL_ID_OFFSET, eval_prompts, train_stream
+from megatron_calclip.config_file import config_from_dict, config_to_dict
+from megatron_calclip.data import EVAL_ID_OFFSET, PromptStream, eval_sets, train_stream
+from megatron_calclip.data_presets import MATH_INSTRUCTION
 from megatron_calclip.errors import UserError
 from megatron_calclip.hf import character_tokenizer
 
@@ -18,7 +19,7 @@ ALPHABET = "0123456789+-*=ab"
 TOKENIZER = character_tokenizer(ALPHABET)
 
 
-def make_config(**data: Any) -> Config:
+def make_config(*, sets: Any = "auto", num_prompts: int | None = 5, **data: Any) -> Config:
     """Room for prompts of 12 tokens; 2 steps of 4 prompts; 5 evaluation prompts."""
     shape = {"shape": {}, "tokenizer": "characters", "characters": ALPHABET, "max_sequence_length": 16}
     return config_from_dict(
@@ -27,13 +28,13 @@ def make_config(**data: Any) -> Config:
             "data": data,
             "rollout": {"max_new_tokens": 4},
             "train": {"num_steps": 2, "prompts_per_step": 4},
-            "eval": {"num_prompts": 5},
+            "eval": {"num_prompts": num_prompts, "sets": sets},
         }
     )
 
 
-def write_rows(folder: Path, rows: list[Any]) -> str:
-    path = folder / "rows.jsonl"
+def write_rows(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> str:
+    path = folder / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)
 
@@ -114,18 +115,18 @@ def test_row_that_is_no_text(tmp_path: Path) -> None:
         train_stream(make_config(train=str(path)), TOKENIZER)
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("split", ["data.train", "eval.sets"])
 @pytest.mark.parametrize("content", [None, "", "\n \n"])
 def test_missing_or_empty_file(tmp_path: Path, split: str, content: str | None) -> None:
     path = tmp_path / "a.jsonl"
     if content is not None:
         path.write_text(content)
-    config = make_config(**{split: str(path)})
-    with pytest.raises(UserError, match=rf"^data\.{split}: .*(no file|has no rows)"):
-        train_stream(config, TOKENIZER) if split == "train" else eval_prompts(config, TOKENIZER)
+    config = make_config(train=str(path)) if split == "data.train" else make_config(sets=[str(path)])
+    with pytest.raises(UserError, match=rf"^{split}: .*(no file|has no rows)"):
+        train_stream(config, TOKENIZER) if split == "data.train" else eval_sets(config, TOKENIZER)
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "/", "a\nb"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a\nb"])
 def test_impossible_path(path: str) -> None:
     with pytest.raises(UserError, match=r"^data\.train: no file"):
         train_stream(make_config(train=path), TOKENIZER)
@@ -142,8 +143,8 @@ def test_prompt_that_is_too_long_shows_before_the_run(tmp_path: Path) -> None:
     complaint = r"^model\.max_sequence_length: a prompt of 13 tokens .*data\.train.* = 4 exceeds 16"
     with pytest.raises(UserError, match=complaint):
         train_stream(make_config(train=path), TOKENIZER)
-    with pytest.raises(UserError, match=complaint.replace("train", "eval")):
-        eval_prompts(make_config(eval=write_rows(tmp_path, [too_long])), TOKENIZER)
+    with pytest.raises(UserError, match=complaint.replace(r"data\.train", r"eval\.sets")):
+        eval_sets(make_config(sets=[write_rows(tmp_path, [too_long])]), TOKENIZER)
 
 
 def test_generated_problem_that_is_too_long_shows_before_the_run() -> None:
@@ -181,21 +182,158 @@ def test_chat_template_is_applied() -> None:
 
 
 def test_evaluation_prompts_are_distinct_and_have_ids_of_their_own() -> None:
-    config = make_config()
-    prompts = eval_prompts(config, TOKENIZER)
-    assert len({prompt.text for prompt in prompts}) == len(prompts) == 5
-    assert all(prompt.id >= EVAL_ID_OFFSET for prompt in prompts)
-    assert prompts == eval_prompts(config, TOKENIZER)
+    (found,) = eval_sets(make_config(), TOKENIZER)
+    assert found.name == "arithmetic" and found.reward == "exact" and found.data is None
+    assert len({prompt.text for prompt in found.prompts}) == len(found.prompts) == 5
+    assert all(prompt.id >= EVAL_ID_OFFSET for prompt in found.prompts)
+    assert [found] == eval_sets(make_config(), TOKENIZER)
 
 
 def test_evaluation_takes_all_there_are(tmp_path: Path) -> None:
     # Operands 0 and 1: 0+0 (hash 0) and 1+1 (hash 48) are held out.
-    tiny = make_config(arithmetic={"max_operand": 1})
-    assert {prompt.text for prompt in eval_prompts(tiny, TOKENIZER)} == {"0+0=", "1+1="}
+    (tiny,) = eval_sets(make_config(arithmetic={"max_operand": 1}), TOKENIZER)
+    assert {prompt.text for prompt in tiny.prompts} == {"0+0=", "1+1="}
     path = write_rows(tmp_path, [*rows_of(3), *rows_of(3)])
-    in_order = eval_prompts(make_config(eval=path), TOKENIZER)
-    assert [prompt.text for prompt in in_order] == ["0+1=", "1+1=", "2+1="]
+    (found,) = eval_sets(make_config(sets=[path]), TOKENIZER)
+    assert [prompt.text for prompt in found.prompts] == ["0+1=", "1+1=", "2+1="]
+    assert found.report == [
+        f"{path}: 3 of 6 rows; 3 left out: same problem as an earlier row, exactly (line 4, line 5, line 6)"
+    ]
+    assert found.data is not None and found.data.num_read == 6
 
 
-def test_no_evaluation() -> None:
-    assert eval_prompts(make_config(eval=None), TOKENIZER) == []
+def test_the_first_problems_of_each_set(tmp_path: Path) -> None:
+    one, other = write_rows(tmp_path, rows_of(8), "one.jsonl"), write_rows(tmp_path, rows_of(3), "other.jsonl")
+    both = eval_sets(make_config(sets=[one, other]), TOKENIZER)
+    assert [(found.name, len(found.prompts)) for found in both] == [("one", 5), ("other", 3)]
+    everything = eval_sets(make_config(sets=[other, one], num_prompts=None), TOKENIZER)
+    assert [(found.name, len(found.prompts)) for found in everything] == [("other", 3), ("one", 8)]
+    # The ids, and with them the random numbers, are those of the set, whatever is around it; sets share none.
+    assert both[0].prompts == everything[1].prompts[:5]
+    assert not {prompt.id for prompt in both[0].prompts} & {prompt.id for prompt in both[1].prompts}
+    with pytest.raises(UserError, match=r"^eval\.sets: two sets are called 'one'"):
+        eval_sets(make_config(sets=[one, "arithmetic", one]), TOKENIZER)
+
+
+def test_no_evaluation(tmp_path: Path) -> None:
+    assert eval_sets(make_config(sets=[]), TOKENIZER) == []
+    assert eval_sets(make_config(train=write_rows(tmp_path, rows_of(3))), TOKENIZER) == []
+
+
+# What is left out
+
+
+def test_too_long_prompts_are_left_out_and_reported(tmp_path: Path) -> None:
+    fitting = [{"prompt": f"{number}" * 12, "answer": 1} for number in (1, 2)]
+    rows = [fitting[0], {"prompt": "1" * 13, "answer": 1}, fitting[1], {"prompt": "2" * 14, "answer": 1}]
+    path = write_rows(tmp_path, rows)
+    stream = train_stream(make_config(train=path, too_long="skip", shuffle=False), TOKENIZER)
+    assert [prompt.text[0] for prompt in stream.take(0, 4)] == ["1", "2", "1", "2"]
+    assert stream.report == [
+        f"{path}: 2 of 4 rows; 2 left out: prompt longer than 12 tokens (line 2, line 4)",
+        f"{path}: no duplicates",
+        f"{path}: no overlap",
+    ]
+    (found,) = eval_sets(make_config(sets=[path], too_long="skip"), TOKENIZER)
+    assert len(found.prompts) == 2
+    with pytest.raises(UserError, match="has no prompt of at most 12 tokens"):
+        train_stream(make_config(train=write_rows(tmp_path, rows[1::2]), too_long="skip"), TOKENIZER)
+
+
+def test_evaluation_has_a_length_of_its_own(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"prompt": "1" * 12, "answer": 1}])
+    config = make_config(sets=[path])
+    assert len(eval_sets(config, TOKENIZER)[0].prompts[0].token_ids) == 12
+    longer = config_from_dict({**config_to_dict(config), "eval": {"sets": [path], "max_new_tokens": 5}})
+    with pytest.raises(UserError, match=r"= 5 exceeds 16"):
+        eval_sets(longer, TOKENIZER)
+
+
+def test_duplicates_and_overlap_are_reported_or_dropped(tmp_path: Path) -> None:
+    held_out = write_rows(tmp_path, [{"prompt": "9+1=", "answer": 10}, {"prompt": "8 + 1=", "answer": 9}], "test.jsonl")
+    problems = ["1+1=", "2+1=", "1+1=", "1 +1=", "9+1=", "8+1="]
+    path = write_rows(tmp_path, [{"prompt": problem, "answer": 1} for problem in problems])
+    settings: dict[str, Any] = {"train": path, "sets": [held_out], "shuffle": False}
+    alphabet = {"shape": {}, "tokenizer": "characters", "characters": ALPHABET + " ", "max_sequence_length": 16}
+
+    def stream_of(**data: Any) -> PromptStream:
+        config = config_from_dict({**config_to_dict(make_config(**settings, **data)), "model": alphabet})
+        tokenizer = character_tokenizer(ALPHABET + " ")
+        return train_stream(config, tokenizer, eval_sets(config, tokenizer))
+
+    kept = stream_of()
+    assert [prompt.text for prompt in kept.take(0, 6)] == problems
+    assert kept.report == [
+        f"{path}: 6 of 6 rows",
+        f"{path}: 1 kept: same problem as an earlier row, exactly",
+        f"{path}: 1 kept: same problem as an earlier row, up to spelling",
+        f"{path}: 1 kept: problem of the evaluation set test, exactly",
+        f"{path}: 1 kept: problem of the evaluation set test, up to spelling",
+    ]
+    dropped = stream_of(duplicates="drop", overlap="drop")
+    assert [prompt.text for prompt in dropped.take(0, 3)] == ["1+1=", "2+1=", "1+1="]
+    assert dropped.report == [
+        f"{path}: 2 of 6 rows; 1 left out: same problem as an earlier row, exactly (line 3)"
+        "; 1 left out: same problem as an earlier row, up to spelling (line 4)"
+        "; 1 left out: problem of the evaluation set test, exactly (line 5)"
+        "; 1 left out: problem of the evaluation set test, up to spelling (line 6)"
+    ]
+    assert [prompt.text for prompt in stream_of(overlap="drop").take(0, 5)] == [*problems[:4], "1+1="]
+
+
+# Wording
+
+
+def test_instruction_and_templates(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"prompt": "1+1=", "answer": 2}])
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}=b{% endif %}"
+    )
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    alphabet = ALPHABET + "\nusrme"
+
+    def asked(**data: Any) -> str:
+        model = {"shape": {}, "tokenizer": "characters", "characters": alphabet, "max_sequence_length": 64}
+        config = config_from_dict({**config_to_dict(make_config(train=path, **data)), "model": model})
+        (prompt,) = train_stream(config, character_tokenizer(alphabet)).take(0, 1)
+        return str(character_tokenizer(alphabet).decode(prompt.token_ids))
+
+    assert asked() == "1+1="
+    assert asked(instruction="sum") == "1+1=\nsum"
+    assert asked(chat_template=template) == asked(chat_template=str(file)) == "u1+1==b"
+    assert asked(chat_template=template, system_prompt="me", instruction="ab") == "smeu1+1=\nab=b"
+    with pytest.raises(UserError, match=r"^data\.chat_template: cannot be applied to '1\+1=' \(.*\); correct it"):
+        asked(chat_template="{{ 1 / 0 }}")
+    with pytest.raises(UserError, match=r"^data\.chat_template: 'no\.jinja' is no readable file"):
+        asked(chat_template="no.jinja")
+
+
+def test_a_layout_brings_its_instruction_and_its_system_message(tmp_path: Path) -> None:
+    tokenizer = StubTokenizer()
+    gsm8k = write_rows(tmp_path, [{"question": "1 and 1?", "answer": "1+1=2 #### 2"}], "gsm8k.jsonl")
+    config = config_from_dict({"model": {}, "data": {"train": f"gsm8k={gsm8k}"}})
+    (prompt,) = train_stream(config, tokenizer).take(0, 1)
+    assert (prompt.text, prompt.answer) == (f"1 and 1?\n{MATH_INSTRUCTION}", "2")
+    own = config_from_dict({"model": {}, "data": {"train": f"gsm8k={gsm8k}", "instruction": ""}})
+    assert train_stream(own, tokenizer).take(0, 1)[0].text == "1 and 1?"
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    dapo = write_rows(tmp_path, [{"prompt": chat, "reward_model": {"ground_truth": "3"}}], "dapo.jsonl")
+    data = {"train": f"dapo={dapo}", "chat_template": "{{ messages }}"}
+    for system_prompt, expected in ((None, "S"), ("other", "other")):
+        config = config_from_dict({"model": {}, "data": data | {"system_prompt": system_prompt}})
+        train_stream(config, tokenizer).take(0, 1)
+        assert tokenizer.messages == [{"role": "system", "content": expected}, {"role": "user", "content": "U"}]
+
+
+class StubTokenizer:
+    """A token for each character; remembers the last conversation."""
+
+    messages: list[dict[str, str]]
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text)))}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        self.messages = messages
+        return [1, 2]
