@@ -13,27 +13,13 @@ Legend: T tokens of all sequences, N sequences (samples), G samples per prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """One problem to be answered."""
-
-    id: int
-    """Position in the shuffled stream of prompts, unique within a run; randomness is keyed by it."""
-    token_ids: tuple[int, ...]
-    """The prompt as the model sees it, chat template applied."""
-    text: str
-    """The problem as text, for rewards and logs."""
-    answer: str
-    """The reference answer that the reward compares with."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """Any other column of the data set's row."""
+from megatron_calclip.prompt import Prompt
 
 
 @dataclass(frozen=True)

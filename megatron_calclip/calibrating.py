@@ -44,6 +44,7 @@ from megatron_calclip.config_calibration import calibration_settings
 from megatron_calclip.errors import UserError
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
 from megatron_calclip.objective import PolicyTokens
+from megatron_calclip.planning.flops import run_forwards
 from megatron_calclip.tracking import Tracker
 
 ATTRIBUTIONS = {
@@ -54,15 +55,12 @@ ATTRIBUTIONS = {
 }
 
 
-# A step's work on a token, in forward passes: rollout 1, old log-probs 1, training 3 (the backward pass is two). With
-# several epochs or a reference policy it is more, and the shadow's share less.
-RUN_FORWARDS_PER_TOKEN = 5
-
-
 @dataclass
 class Ledger:
     """What calibration has cost so far, on rank 0's clock."""
 
+    forwards_per_token: float
+    """A step's work on a token in forward passes, without shadow passes (`planning.flops`)."""
     shadow_seconds: float = 0.0
     """Shadow passes that a calibration needed."""
     study_seconds: float = 0.0
@@ -76,7 +74,7 @@ class Ledger:
 
     def row(self) -> dict[str, float]:
         """Metrics."""
-        whole = self.shadow_tokens + RUN_FORWARDS_PER_TOKEN * self.run_tokens
+        whole = self.shadow_tokens + self.forwards_per_token * self.run_tokens
         return {
             "ledger/shadow_seconds": self.shadow_seconds,
             "ledger/study_seconds": self.study_seconds,
@@ -133,7 +131,7 @@ class CalibrationLoop:
         self.config, self.learner, self.tracker = config, learner, tracker
         self.settings = calibration_settings(config)
         self.calibrator = ClipCalibrator(self.settings)
-        self.ledger = Ledger()
+        self.ledger = Ledger(run_forwards(config))
         self.run_dir = Path(config.run_dir)
         if config.calibration.enabled:
             for line in self.calibrator.describe():
@@ -370,7 +368,7 @@ class CalibrationLoop:
             self.calibrator.load_state_dict({**state["calibrator"], "pool": pool})
         except ValueError as error:
             raise UserError("calibration", str(error)) from None
-        self.ledger = Ledger(**state["ledger"])
+        self.ledger = Ledger(**state["ledger"] | {"forwards_per_token": self.ledger.forwards_per_token})
 
 
 def _report_metrics(report: CalibrationReport) -> dict[str, float]:

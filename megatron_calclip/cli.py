@@ -28,9 +28,15 @@ class Command:
 
 
 COMMANDS = {
+    "plan": Command("megatron_calclip.commands.plan", "say what a run needs in memory and time, and whether it fits"),
+    "serve": Command("megatron_calclip.commands.serve", "become a vLLM server for a run, on a node of its own"),
     "replay": Command(
         "megatron_calclip.commands.replay", "calibrate again, with any settings, on what a run has dumped"
     ),
+    "eval": Command(
+        "megatron_calclip.commands.eval", "evaluate a model or a run's checkpoint: Avg@n, pass@k, maj@n with intervals"
+    ),
+    "samples": Command("megatron_calclip.commands.samples", "read a run's completions, token by token"),
     "diagnose": Command(
         "megatron_calclip.commands.diagnose", "measure what each FP8 recipe does to a model's importance ratios"
     ),

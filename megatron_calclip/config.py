@@ -7,7 +7,7 @@ a process group or a model exists.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -127,28 +127,32 @@ class DataConfig:
     """Where prompts come from (`data`)."""
 
     train: Text = "arithmetic"
-    """`arithmetic` or `scratchpad` (generated), or the path of a JSON Lines file."""
-    eval: Text | None = "auto"
-    """The same for held-out problems; auto: the task of `train` if it is generated, else none; null: none."""
+    """`arithmetic` or `scratchpad` (generated), or a data set, `[LAYOUT=]PLACE`: a JSON Lines, JSON or Parquet file, a
+    `datasets` folder or `hub:OWNER/NAME[/CONFIGURATION]`, the last two with `@SPLIT`; layouts are in docs/data.md."""
     prompt_field: str = "prompt"
-    """Column of the problem in a JSON Lines file."""
+    """Column of the problem in a data set without a layout."""
     answer_field: str = "answer"
-    """Column of the reference answer in a JSON Lines file."""
-    chat_template: bool = False
-    """Wrap each problem with the tokenizer's chat template as a user's message."""
+    """Column of the reference answer in a data set without a layout."""
+    instruction: str | None = None
+    """Follows each problem on a line of its own; null: the layout's."""
+    system_prompt: Text | None = None
+    """The system message before each problem (needs chat_template); null: the row's own, if it has one."""
+    chat_template: bool | Text = False
+    """Wrap each problem as a user's message: true with the tokenizer's template, or a Jinja template's path or text."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """A row without problem or usable answer ends the run, or is left out and reported."""
+    too_long: Literal["error", "skip"] = "error"
+    """A prompt that leaves no room for rollout.max_new_tokens ends the run, or is left out and reported."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Rows with the problem of an earlier row; they are reported in any case."""
+    overlap: Literal["keep", "drop"] = "keep"
+    """Training rows with a problem of an evaluation set; they are reported in any case."""
     shuffle: bool = True
     """Shuffle each epoch by train.seed."""
     arithmetic: ArithmeticTask = field(default_factory=ArithmeticTask)
     """Settings of the generated task `arithmetic`."""
     scratchpad: ScratchpadTask = field(default_factory=ScratchpadTask)
     """Settings of the generated task `scratchpad`."""
-
-    @property
-    def held_out(self) -> str | None:
-        """Where held-out problems come from; None without evaluation."""
-        if self.eval == "auto":
-            return self.train if self.train in GENERATED_TASKS else None
-        return self.eval
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -167,6 +171,12 @@ class VllmConfig:
     """Port of the first one; the others follow."""
     arguments: tuple[Text, ...] = ()
     """Further arguments of the servers' command line."""
+    transfer: Literal["file", "broadcast"] = "file"
+    """How weights travel: file: a safetensors file in run_dir that learner and servers can read; broadcast: from
+    rank 0's memory into the servers', by NCCL between GPUs and by gloo otherwise."""
+    colocated: bool = False
+    """The servers share the learner's GPUs: they sleep, their weights in host memory, while the learner trains.
+    Needs `launch`."""
     start_timeout_seconds: PositiveFloat = 600.0
     """How long they may take to come up."""
     request_timeout_seconds: PositiveFloat = 1800.0
@@ -190,7 +200,7 @@ class RolloutConfig:
     temperature: PositiveFloat = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass for evaluation; training needs 1, because the learner's distribution has no nucleus."""
+    """Nucleus mass; only 1 is right, because the learner's distribution has no nucleus. Evaluation has its own."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the engine's weights and activations, where they are not in FP8."""
     precision: Literal["bf16", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] = "bf16"
@@ -199,6 +209,54 @@ class RolloutConfig:
     """Prompts that sampler and learner both score after every weight sync, to see that they agree; 0: none."""
     max_batch_size: PositiveInt = 256
     """Most completions that one engine decodes at once."""
+    kv_cache: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Precision of the engine's key-value cache; auto: rollout.dtype."""
+    max_staleness: Annotated[Int, Field(ge=0, le=1)] = 0
+    """1: each step's completions are drawn while the step before trains, from weights that are one step old; needs
+    algorithm.importance, which corrects for that. A resumed run then repeats the interrupted one only up to its
+    first rollout."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MathRewardConfig:
+    """Comparison of mathematical answers (`reward.math`)."""
+
+    relative_tolerance: Annotated[Float, Field(ge=0, lt=0.5)] = 1e-6
+    """Distance, as a share of the reference's size, within which numbers that are not whole count as equal; a row's
+    own column `tolerance` (absolute) comes first."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CodeRewardConfig:
+    """Running programs against tests (`reward.code`)."""
+
+    timeout_seconds: PositiveFloat = 5.0
+    """Seconds for one test."""
+    total_timeout_seconds: PositiveFloat = 60.0
+    """Seconds for all tests of one program."""
+    memory_mib: PositiveInt = 1024
+    """Address space of each process of a program; its files, in memory too, may take a quarter of it."""
+    num_processes: PositiveInt = 16
+    """Processes and threads that a program may have at once."""
+    output_kib: PositiveInt = 1024
+    """Largest output of one test; more fails it."""
+    max_tests: PositiveInt = 64
+    """Tests that are run, evenly spaced, when a problem has more."""
+    partial_credit: bool = False
+    """Reward the share of tests passed, instead of 1 for all and else 0."""
+    allow_unsandboxed: bool = False
+    """Run programs without a sandbox where the machine offers none: they can reach the network and read files."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class FormatRewardConfig:
+    """A bonus for the form of a completion, right or wrong (`reward.format`)."""
+
+    pattern: Text | None = None
+    """Regular expression searched in the completion (`.` matches newlines), or `boxed` (exactly one \\boxed{...}) or
+    `think` (<think>...</think>, once, then an answer); null: no such reward."""
+    weight: Float = 0.1
+    """Added to the reward where the pattern matches."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -206,8 +264,21 @@ class RewardConfig:
     """How completions are scored (`reward`)."""
 
     name: Text = "exact"
-    """`exact` (the completion equals the answer), `scratchpad` (for that task), or the dotted path
-    `package.module.function` of your own: called with (prompt: Prompt, completion: str), returns a float."""
+    """`exact` (the completion equals the answer), `scratchpad` (for that task), `math` (the boxed answer equals the
+    reference mathematically), `code` (the program passes the tests), or the dotted path `package.module.function` of
+    your own: called with a `rewards.RewardSample`, returns a number, or a dictionary with `reward` and other parts."""
+    math: MathRewardConfig = field(default_factory=MathRewardConfig)
+    """Settings of `math`."""
+    code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
+    """Settings of `code`."""
+    format: FormatRewardConfig = field(default_factory=FormatRewardConfig)
+    """Bonus for the form."""
+    num_workers: PositiveInt | None = None
+    """Scoring processes of each rank; null: its share of the machine's cores."""
+    timeout_seconds: PositiveFloat = 5.0
+    """CPU seconds to score one completion, and four times as many on the clock; past them it is wrong."""
+    memory_mib: Annotated[Int, Field(ge=256)] = 2048
+    """Memory of one scoring process; what needs more is wrong."""
     overlong_buffer: PositiveInt | None = None
     """DAPO's overlong shaping: over the last so many tokens before rollout.max_new_tokens the reward falls by up to
     1; null: no such penalty. Not in evaluation."""
@@ -434,12 +505,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ClusterConfig:
-    """The machines (`cluster`), for --dry-run; a real launch takes the world size from torchrun."""
+    """The machines (`cluster`), for --dry-run and `plan`; a real launch takes the world size from torchrun."""
 
     num_nodes: PositiveInt = 1
-    """Nodes."""
+    """Nodes of the learner."""
     gpus_per_node: PositiveInt = 1
     """Ranks on each node."""
+    device: Literal["cpu", "h100", "h200", "b200"] = "h100"
+    """What the ranks run on, for `plan`: memory and speed."""
+    num_rollout_nodes: NonNegativeInt = 0
+    """Further nodes for vLLM servers alone (`rollout.vllm.urls`)."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -488,6 +563,10 @@ class TrainConfig:
     """Fuse the output layer with the log-probabilities: no logits, but one more matmul in backward."""
     deterministic: bool = False
     """Only deterministic kernels."""
+    max_skipped_updates: PositiveInt = 5
+    """Updates in a row with a loss or gradient that is not finite, which are skipped, that end the run."""
+    hang_timeout_seconds: PositiveFloat = 1500.0
+    """A stage that takes longer ends the run, with a table of what each rank is doing."""
     seed: NonNegativeInt = 0
     """Keys every random choice, with the step and the sample's id."""
 
@@ -500,6 +579,10 @@ class CheckpointConfig:
     """RL steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Save a checkpoint wherever eval/score is the best of the run, and keep the best one besides the newest."""
+    async_save: bool = False
+    """Write files while training goes on; a checkpoint counts from the end of a later step on."""
     resume: Text = "auto"
     """`auto` (the newest of run_dir, if any), `no`, or the path of a checkpoint."""
 
@@ -508,14 +591,40 @@ class CheckpointConfig:
 class EvalConfig:
     """Evaluation on held-out problems (`eval`)."""
 
+    sets: Literal["auto"] | tuple[Text, ...] = "auto"
+    """Data sets, each as `data.train` names one; auto: the task of `data.train` if it is generated, else none."""
     every: NonNegativeInt = 0
     """RL steps between evaluations; 0: only before the first and after the last step."""
-    num_prompts: PositiveInt = 256
-    """Held-out problems."""
+    num_prompts: PositiveInt | None = 256
+    """Problems of each set, its first ones; null: all (of a generated task 256)."""
     samples_per_prompt: PositiveInt = 1
     """Completions per problem."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest completion in tokens; null: rollout.max_new_tokens."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class AlarmsConfig:
+    """Rules by which a run is taken to go wrong (`alarms`), each against the steps before without an alarm."""
+
+    window: Annotated[Int, Field(ge=2)] = 20
+    """Steps whose median is the yardstick; no alarm before so many."""
+    entropy_factor: Annotated[Float, Field(gt=1)] = 2.0
+    """Entropy above so many times the median, and"""
+    entropy_rise: PositiveFloat = 0.3
+    """above the median by so many nats, is a surge."""
+    loss_deviations: PositiveFloat = 20.0
+    """A loss further from the median than so many deviations (1.4826 median absolute deviations), and"""
+    min_loss_distance: PositiveFloat = 0.1
+    """further than this, is a spike."""
+    action: Literal["warn", "stop", "rollback"] = "warn"
+    """warn: a line and a metric; stop: end the run; rollback: go back to the newest checkpoint and on with other prompts."""
+    max_rollbacks: NonNegativeInt = 2
+    """Times that a run goes back; then it stops."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -576,10 +685,25 @@ class Config:
     """Saving and resuming."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out evaluation."""
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """Entropy surges and loss spikes."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Metrics."""
     run_dir: Text = "runs/default"
     """Folder that holds everything of the run."""
+
+    @property
+    def eval_sets(self) -> tuple[str, ...]:
+        """Data sets to evaluate on."""
+        if self.eval.sets == "auto":
+            return (self.data.train,) if self.data.train in GENERATED_TASKS else ()
+        return self.eval.sets
+
+    @property
+    def for_evaluation(self) -> Config:
+        """The same run with the lengths and the nucleus of `eval` in `rollout`."""
+        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        return replace(self, rollout=replace(self.rollout, max_new_tokens=longest, top_p=self.eval.top_p))
 
     @property
     def sequences_per_step(self) -> int:

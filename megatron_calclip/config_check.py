@@ -7,6 +7,7 @@ Run before a process group or a model exists; imports no torch. What depends on 
 from __future__ import annotations
 
 import math
+import re
 
 from megatron_calclip.config import (
     GENERATED_TASKS,
@@ -34,10 +35,12 @@ def check(config: Config, *, world_size: int) -> None:
     """
     _check_model(config)
     _check_task(config)
+    _check_data(config)
     _check_layout(config, world_size)
     _check_training(config)
     _check_precision(config)
     _check_calibration(config)
+    _check_secrets(config)
     if config.model.shape is not None:
         check_shape(config.model.shape, config)
 
@@ -75,7 +78,11 @@ def _check_model(config: Config) -> None:
             "model.characters",
             "is empty or names a character twice; list each once",
         )
-        _check(not config.data.chat_template, "data.chat_template", "`characters` has no template; use false")
+        _check(
+            config.data.chat_template is not True,
+            "data.chat_template",
+            "`characters` has no template; use false, or give one",
+        )
 
 
 def _check_task(config: Config) -> None:
@@ -93,7 +100,7 @@ def _check_task(config: Config) -> None:
         "scratchpad": ("0123456789=^_abcdefgh", 2 * config.data.scratchpad.num_digits + 1),
     }
     for name, (alphabet, longest) in needs.items():
-        if name not in (config.data.train, config.data.held_out):
+        if name not in (config.data.train, *config.eval_sets):
             continue
         absent = sorted(set(alphabet) - set(m.characters))
         _check(
@@ -108,6 +115,21 @@ def _check_task(config: Config) -> None:
             f"{name} problems of up to {longest} characters plus rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens} exceed {m.max_sequence_length}; raise it to {total}",
         )
+
+
+def _check_data(config: Config) -> None:
+    """Prompts, and the settings of evaluation that differ from training's."""
+    data, longest = config.data, config.model.max_sequence_length
+    _check(
+        data.system_prompt is None or data.chat_template is not False,
+        "data.system_prompt",
+        "needs a chat template; set data.chat_template, or leave it out",
+    )
+    _check(
+        config.for_evaluation.rollout.max_new_tokens < longest,
+        "eval.max_new_tokens",
+        f"leaves no room for a prompt within model.max_sequence_length = {longest}; lower it",
+    )
 
 
 def _check_layout(config: Config, world_size: int) -> None:
@@ -178,6 +200,26 @@ def _check_training(config: Config) -> None:
             "rollout.canary_prompts",
             "vLLM scores the canary at temperature 1 only; use rollout.temperature: 1, or set it to 0",
         )
+        _check(
+            not rollout.vllm.colocated or rollout.vllm.launch,
+            "rollout.vllm.colocated",
+            "only servers that the run starts can be put to sleep; use launch: true",
+        )
+        _check(
+            not rollout.vllm.colocated or rollout.max_staleness == 0,
+            "rollout.vllm.colocated",
+            "servers that sleep during training cannot draw ahead; use rollout.max_staleness: 0",
+        )
+    _check(
+        rollout.max_staleness == 0 or config.algorithm.importance.level != "off",
+        "rollout.max_staleness",
+        "completions from older weights bias the gradient without a correction; use algorithm.importance.level: token",
+    )
+    pattern = config.reward.format.pattern
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise UserError("reward.format.pattern", f"is no regular expression ({error}); correct it") from None
     buffer, longest = config.reward.overlong_buffer, config.rollout.max_new_tokens
     _check(
         buffer is None or buffer <= longest,
@@ -293,6 +335,22 @@ def check_shape(shape: ShapeConfig, config: Config, *, where: str = "model.shape
         "precision.first_last_layers_bf16",
         f"leaves none of the {s.num_layers} layers in FP8; lower it, or use recipe: bf16",
     )
+
+
+def _check_secrets(config: Config) -> None:
+    """A configuration is printed and saved with the run: no key belongs in it."""
+    vllm = config.rollout.vllm
+    _check(
+        not any(argument.startswith("--api-key") for argument in vllm.arguments),
+        "rollout.vllm.arguments",
+        "a key would be saved with the run; set MEGATRON_CALCLIP_VLLM_KEY in the environment instead",
+    )
+    for url in vllm.urls:
+        _check(
+            re.fullmatch(r"https?://[^/@\s]+", url.rstrip("/")) is not None,
+            "rollout.vllm.urls",
+            "an entry is no http://host:port; give just that, and a key through MEGATRON_CALCLIP_VLLM_KEY",
+        )
 
 
 def _check_calibration(config: Config) -> None:

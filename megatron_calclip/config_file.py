@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -61,7 +62,7 @@ def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:  # PyYAML's constructors let through whatever Python raises, RecursionError too
-        problem = " ".join(str(error).split())
+        problem = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(str(error).split()))
         raise UserError(where, f"is not valid YAML ({problem}); correct it") from None
 
 
@@ -73,15 +74,20 @@ def find_config(name: str) -> Path:
     """
     if os.path.isfile(name):  # pathlib's raises for a name that is too long
         return Path(name)
+    folder = shipped_folder()
+    if folder is None:
+        raise UserError("CONFIG", f"no file {name!r}; give the path of a YAML file")
+    for candidate in (folder / name, folder / f"{name}.yaml"):
+        if os.path.isfile(candidate):
+            return candidate
+    shipped = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
+    raise UserError("CONFIG", f"no file {name!r}; give a path, or one of {', '.join(shipped)}")
+
+
+def shipped_folder() -> Path | None:
+    """Where the shipped configurations are: in an installed wheel, or in a checkout."""
     package = Path(__file__).parent
-    for folder in (package / "conf", package.parent / "conf"):  # installed wheel, checkout
-        if folder.is_dir():
-            for candidate in (folder / name, folder / f"{name}.yaml"):
-                if os.path.isfile(candidate):
-                    return candidate
-            shipped = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
-            raise UserError("CONFIG", f"no file {name!r}; give a path, or one of {', '.join(shipped)}")
-    raise UserError("CONFIG", f"no file {name!r}; give the path of a YAML file")
+    return next((folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()), None)
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,9 +159,11 @@ def _unknown_key(where: str) -> str:
 
 
 def _shown(value: Any, longest: int = 60) -> str:
-    """A value in an error line."""
+    """A value in an error line. YAML's aliases can make small files into huge values, so nested ones are cut short."""
+    shortened = reprlib.Repr()
+    shortened.maxlevel, shortened.maxstring, shortened.maxother = 3, 2 * longest, 2 * longest
     try:
-        text = repr(value)
+        text = shortened.repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= longest else f"{text[:longest]}..."
@@ -175,18 +183,18 @@ def _user_error(error: ValidationError) -> UserError:
     return UserError(where, f"{problem} (got {_shown(detail['input'])}); correct the value")
 
 
-def load_config(name: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
+def load_config(name: str | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
     """Read, merge and check a configuration.
 
     Args:
-        name: path of a YAML file, or the name of a shipped one.
+        name: path of a YAML file, or the name of a shipped one; None starts from the defaults.
         overrides: `section.key=value` strings, applied in order; values are YAML.
         world_size: ranks of the launch; None takes `cluster` (--dry-run).
 
     Raises:
         UserError: one line naming the setting and what to do.
     """
-    values = _read_file(find_config(name))
+    values = {} if name is None else _read_file(find_config(name))
     for override in overrides:
         values = _apply_override(values, override)
     config = config_from_dict(values)

@@ -7,13 +7,14 @@ it and samples another prompt in its place, until the batch is full or a limit i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron_calclip.algorithms.advantages import degenerate_groups, overlong_penalty
 from megatron_calclip.batch import Prompt, Trajectories
+from megatron_calclip.rewards import Score
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,28 @@ class Experience:
     """The N completions, decoded."""
     rewards: Tensor
     """float32 [N], penalties included."""
+    components: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [N] by name: what the rewards consist of, and `timed_out`."""
+
+    @classmethod
+    def of_scores(
+        cls, prompts: list[Prompt], trajectories: Trajectories, texts: list[str], scores: Sequence[Score]
+    ) -> Experience:
+        """Scored completions; a component that a score lacks is 0 there."""
+        names = dict.fromkeys(name for score in scores for name in score.components)
+        components = {name: torch.tensor([score.components.get(name, 0.0) for score in scores]) for name in names}
+        components["timed_out"] = torch.tensor([float(score.timed_out) for score in scores])
+        return cls(prompts, trajectories, texts, torch.tensor([score.value for score in scores]), components)
 
     def with_overlong_penalty(self, max_length: int, *, buffer: int) -> Experience:
         """A copy whose rewards fall over the last `buffer` of `max_length` tokens; see `overlong_penalty`."""
         lengths = self.trajectories.response_lengths
-        return replace(self, rewards=self.rewards + overlong_penalty(lengths, max_length=max_length, buffer=buffer))
+        penalty = overlong_penalty(lengths, max_length=max_length, buffer=buffer)
+        return replace(self, rewards=self.rewards + penalty, components=self.components | {"overlong": penalty})
+
+    def component_means(self) -> dict[str, float]:
+        """`reward/<component>`: the mean of each over all samples."""
+        return {f"reward/{name}": float(values.mean()) for name, values in self.components.items()}
 
     def groups_that_teach(self) -> list[int]:
         """Prompts whose completions differ in reward."""
@@ -46,6 +64,7 @@ class Experience:
             self.trajectories.select(sequences, groups=groups),
             [self.texts[index] for index in sequences.tolist()],
             self.rewards[sequences],
+            {name: values[sequences] for name, values in self.components.items()},
         )
 
     @classmethod
@@ -58,7 +77,16 @@ class Experience:
             Trajectories.join([part.trajectories for part in parts], num_groups=[len(part.prompts) for part in parts]),
             [text for part in parts for text in part.texts],
             torch.cat([part.rewards for part in parts]),
+            _joined_components(parts),
         )
+
+
+def _joined_components(parts: Sequence[Experience]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for part in parts for name in part.components)
+    return {
+        name: torch.cat([part.components.get(name, torch.zeros_like(part.rewards)) for part in parts])
+        for name in names
+    }
 
 
 def dynamic_sampling(

@@ -125,14 +125,30 @@ def load_hf_config(config: Config, tokenizer: Any) -> PretrainedConfig:
     if model.shape is not None:
         return _make_config(model.shape, model.max_sequence_length, tokenizer)
     assert model.hf is not None
-    if not os.path.isfile(Path(model.hf) / "config.json"):
-        raise UserError("model.hf", f"{model.hf!r} has no config.json; give the folder of a Hugging Face model")
+    hf_config = read_hf_config(config, Path(model.hf))
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            "model.tokenizer",
+            f"has {len(tokenizer)} tokens, but the model only {hf_config.vocab_size}; give the model's own",
+        )
+    return hf_config
+
+
+def read_hf_config(config: Config, folder: Path) -> PretrainedConfig:
+    """The HF config in a folder, without its tokenizer or weights, for this run's layout and context.
+
+    Raises:
+        UserError: as `load_hf_config`.
+    """
+    model, name = config.model, str(folder)
+    if not os.path.isfile(folder / "config.json"):
+        raise UserError("model.hf", f"{name!r} has no config.json; give the folder of a Hugging Face model")
     try:
-        hf_config = AutoConfig.from_pretrained(model.hf, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UserError(
             "model.hf",
-            f"config.json of {model.hf!r} cannot be read ({_reason(error)}); correct or replace it",
+            f"config.json of {name!r} cannot be read ({_reason(error)}); correct or replace it",
         ) from None
     _check_architecture(hf_config, model)
     try:
@@ -140,18 +156,13 @@ def load_hf_config(config: Config, tokenizer: Any) -> PretrainedConfig:
         ModelShape.from_hf_config(hf_config)
     except Exception as error:
         raise UserError(
-            "model.hf", f"config.json of {model.hf!r} describes no model ({_reason(error)}); correct it"
+            "model.hf", f"config.json of {name!r} describes no model ({_reason(error)}); correct it"
         ) from None
     check_shape(shape, config, where="model.hf")
     if model.max_sequence_length > hf_config.max_position_embeddings:
         raise UserError(
             "model.max_sequence_length",
             f"{model.max_sequence_length} exceeds the model's context of {hf_config.max_position_embeddings}; lower it",
-        )
-    if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            "model.tokenizer",
-            f"has {len(tokenizer)} tokens, but the model only {hf_config.vocab_size}; give the model's own",
         )
     return hf_config
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_yaml, launch_world_size, load_config
 from megatron_calclip.errors import UserError
 
@@ -37,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         world_size = None if arguments.dry_run else launch_world_size()
         config = load_config(arguments.config, arguments.overrides, world_size=world_size)
+        if arguments.dry_run:
+            if _rank() == 0:
+                _dry_run(config)
+            return
     except UserError as error:
         _exit(error)
-    if arguments.dry_run:
-        if _rank() == 0:
-            print(config_to_yaml(config), end="")
-        return
     if (problem := wrong_apex()) is not None:
         _exit(problem)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -62,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         if launch_world_size() > 1:
             time.sleep(WAIT_SECONDS)
         raise
+
+
+def _dry_run(config: Config) -> None:
+    """Print the configuration resolved and, for a pretrained model, as comments below it, its layout and whether it fits."""
+    remarks = []
+    if config.model.hf is not None:
+        from megatron_calclip.planning.report import dry_run_lines
+
+        remarks = dry_run_lines(config)
+    print(config_to_yaml(config), end="")
+    for line in remarks:
+        print(f"# {line}")
 
 
 def wrong_apex() -> UserError | None:

@@ -8,8 +8,9 @@ extremes by min and max. `rank 0` marks what only one process measures.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -31,13 +32,29 @@ METRICS: dict[str, Metric] = {
     "reward/equal_groups": Metric(
         "share of groups whose rewards are all equal, so that they teach nothing", "mean over groups"
     ),
+    "reward/task": Metric(
+        "the reward before shaping: correct answers with `math` and `code`; each component of a reward of your own is "
+        "logged as reward/<its name>, too",
+        "mean over all samples",
+    ),
+    "reward/format": Metric("share of samples that match reward.format.pattern", "mean over all samples"),
+    "reward/overlong": Metric("DAPO's penalty on length, at most 0", "mean over all samples"),
+    "reward/timed_out": Metric(
+        "share of samples whose scoring exceeded its limits of time or memory; they count as wrong",
+        "mean over all samples",
+    ),
     "rollout/dropped_groups": Metric("groups of equal reward that dynamic sampling replaced", "sum"),
     "response/mean_length": Metric("response tokens per sample", "mean over all samples"),
     "response/truncated": Metric("share of samples cut by the length limit", "mean over all samples"),
-    "eval/score": Metric("mean reward on held-out prompts", "mean over all samples"),
+    "eval/score": Metric(
+        "mean score of the answers to held-out prompts; with several sets that of each is eval/<set>/score",
+        "mean over sets of the mean over all samples",
+    ),
     "eval/stderr": Metric(
         "standard error of eval/score (prompts are independent, samples of a prompt are not)", "over prompts"
     ),
+    "eval/mean_length": Metric("tokens per answer", "mean over sets of the mean over all samples"),
+    "eval/truncated": Metric("share of answers cut by the length limit", "mean over sets of the mean over all samples"),
     "loss": Metric(
         "policy loss, KL and entropy terms included", "sum of globally normalised shares; mean over updates"
     ),
@@ -45,6 +62,8 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("learning rate of the step", "rank 0"),
     "updates/applied": Metric("optimizer steps that moved the weights", "sum"),
     "updates/skipped": Metric("optimizer steps skipped because the gradient was not finite", "sum"),
+    "alarm/entropy": Metric("1 in a step whose entropy surges (alarms); absent otherwise", "rank 0"),
+    "alarm/loss": Metric("1 in a step whose loss spikes (alarms); absent otherwise", "rank 0"),
     "entropy": Metric("entropy of the policy's next-token distribution, nats", _TOKENS),
     "clip/low_negative": Metric(
         "share of tokens with A < 0 and ratio <= L (no gradient)", "sum / count of A < 0 tokens"
@@ -63,9 +82,19 @@ METRICS: dict[str, Metric] = {
     "ratio/max": Metric("its maximum", "max over ranks and updates"),
     "kl/k3": Metric("K3 estimate of KL(pi_old, pi_theta), nats", _TOKENS),
     "mismatch/mean_abs_dlogp": Metric("|log pi_old - log mu|, nats", _TOKENS),
+    "mismatch/p95_abs_dlogp": Metric("its 95th percentile", "over response tokens of all ranks"),
     "mismatch/max_abs_dlogp": Metric("its maximum", "max over ranks"),
     "mismatch/k3": Metric("K3 estimate of KL(mu, pi_old), nats", _TOKENS),
     "mismatch/token_mult_prob_error": Metric("exp |log pi_old - log mu|; 1 is no mismatch", _TOKENS),
+    "mismatch/sequence_max": Metric("largest mean |log pi_old - log mu| of a sequence, nats", "max over all samples"),
+    "mismatch/outliers": Metric(
+        "sequences whose mean |log pi_old - log mu| stands out (algorithms/mismatch.py); the worst are in outliers.jsonl",
+        "sum over all samples",
+    ),
+    "rollout/staleness_mean": Metric(
+        "policy versions between the weights that drew a sample and those that began to train on it", "mean over samples"
+    ),
+    "rollout/staleness_max": Metric("its maximum", "max over samples"),
     "importance/truncated": Metric("share of tokens whose importance weight exceeds the cap", _TOKENS),
     "importance/ess": Metric(
         "effective sample size of the importance weights, as a share", "from sums over response tokens"
@@ -128,10 +157,24 @@ METRICS: dict[str, Metric] = {
 }
 
 
-class Stopwatch:
-    """Seconds per stage of one step."""
+# Names that a run's own rewards and evaluation sets bring along.
+_OPEN_NAMES = re.compile(r"reward/[^/]+|eval/[^/]+/score")
 
-    def __init__(self) -> None:
+
+def is_known(name: str) -> bool:
+    """Whether a run may log this name."""
+    return name in METRICS or _OPEN_NAMES.fullmatch(name) is not None
+
+
+class Stopwatch:
+    """Seconds per stage of one step.
+
+    Args:
+        enter: told of each stage as it begins, and of the time between two.
+    """
+
+    def __init__(self, enter: Callable[[str], None] = lambda stage: None) -> None:
+        self.enter = enter
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
@@ -139,9 +182,11 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         """Book the time of a block under `timing/<name>`."""
         start = time.perf_counter()
+        self.enter(name)
         try:
             yield
         finally:
+            self.enter(f"after {name}")
             key = f"timing/{name}"
             self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 

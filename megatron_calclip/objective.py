@@ -108,6 +108,8 @@ class MicroBatchRecord:
     """int64 [n]: the tokens' places in the flat layout, on the CPU."""
     ratio: Tensor
     """float32 [n]: pi_theta / pi_old as the loss clipped it."""
+    clipped: Tensor
+    """uint8 [n]: 0 where the clip left the gradient, 1 at the lower bound, 2 at the upper, 3 at the dual clip."""
     log_probs: Tensor
     """float32 [n]: log pi_theta."""
     entropy: Tensor
@@ -198,6 +200,7 @@ def policy_objective(
             metrics=metrics,
             index=scored.index,
             ratio=output.ratio,
+            clipped=(output.clipped_low + 2 * output.clipped_high + 3 * output.clipped_dual).to(torch.uint8),
             log_probs=scored.log_probs.detach(),
             entropy=scored.entropy.detach(),
         )

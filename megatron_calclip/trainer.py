@@ -15,38 +15,49 @@ from typing import Any
 
 import torch
 
-import megatron_calclip
-from megatron_calclip.algorithms.advantages import degenerate_groups, group_advantages
+from megatron_calclip.algorithms.advantages import group_advantages
 from megatron_calclip.algorithms.bapo import BAPOSettings, contribution_sums, search_bounds
 from megatron_calclip.algorithms.bounds import ClipBounds
-from megatron_calclip.algorithms.diagnostics import PolicyMetricSums
 from megatron_calclip.algorithms.ratio import bounded_exp
-from megatron_calclip.batch import Prompt, SamplingParams, TrainingBatch, Trajectories
+from megatron_calclip.batch import Prompt, TrainingBatch, Trajectories
 from megatron_calclip.calibrating import CalibrationLoop
+from megatron_calclip.checkpoint_files import read_state
 from megatron_calclip.config import Config
-from megatron_calclip.config_file import config_to_dict
-from megatron_calclip.data import eval_prompts, train_stream
+from megatron_calclip.data import eval_sets, train_stream
+from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.evaluation import Evaluation, eval_metrics
 from megatron_calclip.experience import Experience, dynamic_sampling
+from megatron_calclip.guards.alarms import Alarms
+from megatron_calclip.guards.preemption import Preemption
+from megatron_calclip.guards.skipped import SkippedUpdates
+from megatron_calclip.guards.watchdog import Watchdog
 from megatron_calclip.hf import load_hf_config, load_tokenizer
-from megatron_calclip.learner import checkpoint
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
 from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.metrics import Stopwatch
 from megatron_calclip.objective import PolicyTokens, policy_objective, policy_tokens
 from megatron_calclip.precision.backend import remarks
-from megatron_calclip.rewards import load_reward
-from megatron_calclip.rollout.collect import collect
+from megatron_calclip.rewards import make_scorer
 from megatron_calclip.rollout.make import make_engine
+from megatron_calclip.rollout.sampler import Sampler
 from megatron_calclip.rollout.sync import Canary, WeightSync
+from megatron_calclip.sample_log import sample_rows
+from megatron_calclip.saving import RunCheckpoints, find_checkpoint
+from megatron_calclip.scoring import reward_samples, score_shares
+from megatron_calclip.step_metrics import (
+    batch_metrics,
+    outlier_rows,
+    sampler_metrics,
+    sampler_mismatch,
+    update_metrics,
+)
 from megatron_calclip.tracking import Tracker, profiled
 from megatron_calclip.warm_start import initial_weights
 
 # On its first mini-batch the policy has not moved since pi_old was computed over the same micro-batches, so the ratio is 1
 # bit for bit where kernels are deterministic; CUDA's may differ in the last bits of a log-probability.
 ON_POLICY_TOLERANCE = 1e-3
-# Evaluation draws its random numbers under a step of its own, so that it repeats whenever it is run.
-_EVAL_SEED_STEP = 0
 
 
 class Trainer:
@@ -66,14 +77,16 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.tokenizer = load_tokenizer(config.model)
         self.hf_config = load_hf_config(config, self.tokenizer)
-        self.prompts = train_stream(config, self.tokenizer)
-        self.held_out = eval_prompts(config, self.tokenizer)
-        self.reward = load_reward(config.reward)
-        resume_from = checkpoint.find(self.run_dir, config.checkpoint.resume)
-        done = checkpoint.read_state(resume_from) if resume_from else {"step": 0, "position": 0}
+        held_out = eval_sets(config, self.tokenizer)
+        self.prompts = train_stream(config, self.tokenizer, held_out)
+        self.scorer = make_scorer(config.reward)
+        resume_from = find_checkpoint(self.run_dir, config.checkpoint.resume, runtime, self.say_early)
+        done: dict[str, Any] = read_state(resume_from) if resume_from else {"step": 0, "position": 0}
         self.step: int = done["step"]
         self.position: int = done["position"]
         self.tracker = Tracker(config, active=runtime.rank == 0, first_step=self.step)
+        for line in [*self.prompts.report, *(line for one in held_out for line in one.report)]:
+            self.tracker.say(f"data: {line}")
         source = initial_weights(config, self.hf_config, self.tokenizer, runtime, self.tracker.say)
         self.learner = Learner(
             config,
@@ -90,10 +103,27 @@ class Trainer:
         for line in remarks(config, self.learner.shape):
             self.tracker.say(f"precision: {line}")
         self.calibration = CalibrationLoop(config, self.learner, self.tracker)
+        self.alarms = Alarms(config.alarms)
+        self.checkpoints = RunCheckpoints(
+            config, self.learner, self.calibration, self.alarms, self.tokenizer, best=done.get("best")
+        )
+        self.num_rollbacks = 0
+        self.skipped = SkippedUpdates(
+            self.run_dir, max_in_a_row=config.train.max_skipped_updates, writes=runtime.rank == 0
+        )
         if resume_from is not None:
-            self.calibration.load_state_dict(*checkpoint.load(resume_from, self.learner))
+            self.checkpoints.restore(resume_from)
             self.tracker.say(f"resumed from {resume_from} after step {self.step}")
         self.engine = make_engine(config, self.hf_config, self.tokenizer, runtime, self.tracker.say)
+        stop_token_ids = (self.tokenizer.eos_token_id,)
+        self.sampler = Sampler(config, self.engine, runtime, stop_token_ids=stop_token_ids)
+        self.evaluation = Evaluation(
+            config,
+            held_out,
+            tokenizer=self.tokenizer,
+            sampler=Sampler(config.for_evaluation, self.engine, runtime, stop_token_ids=stop_token_ids),
+            runtime=runtime,
+        )
         # BF16 weights in an FP32 engine are the same numbers; they need not travel as FP32.
         fp32 = config.rollout.dtype == config.precision.params_dtype == "fp32"
         count = max(config.rollout.canary_prompts, runtime.dp_size) if config.rollout.canary_prompts else 0
@@ -103,31 +133,53 @@ class Trainer:
             dtype=torch.float32 if fp32 else torch.bfloat16,
             canary=Canary.of_prompts(self.prompts.take(0, count)),
         )
+        self.preemption = Preemption(runtime)
+        self.watchdog = Watchdog(runtime.rank, runtime.world_size, config.train.hang_timeout_seconds)
         self.sync_weights(self.step)
 
     def run(self) -> None:
         """Train until `train.num_steps`, evaluate, save, and print a summary."""
         config = self.config
-        with self.tracker, contextlib.closing(self.engine):
+        with self.tracker, contextlib.ExitStack() as stack:
+            for part in (self.engine, self.scorer, self.evaluation):
+                stack.callback(part.close)
             if self.step >= config.train.num_steps:
                 self.tracker.say(
                     f"nothing to do: {self.run_dir} has done {self.step} of train.num_steps = "
                     f"{config.train.num_steps}; raise it, or set checkpoint.resume=no"
                 )
                 return
-            if self.step == 0 and self.held_out:
+            stack.callback(self.watchdog.close)
+            if self.step == 0 and self.evaluation.sets:
                 self.tracker.log({"step": 0, **self.evaluate()})
             while self.step < config.train.num_steps:
                 with profiled(config, self.step, active=self.runtime.rank == 0):
                     row = self.train_step()
-                self.tracker.log(row)
+                if row is not None:
+                    self.tracker.log(row)
+                    self.answer_alarms(row)
+                if row is None or self.preemption.requested():
+                    self.stop_early()
+                    return
+            self.checkpoints.finish()
             self.summarise()
 
-    def train_step(self) -> dict[str, float]:
-        """One RL step with its weight sync and, where due, evaluation and checkpoint; returns its row of metrics."""
-        watch = Stopwatch()
+    def train_step(self) -> dict[str, float] | None:
+        """One RL step with its weight sync and, where due, evaluation and checkpoint.
+
+        Returns:
+            its row of metrics; None when the run was told to stop before the first update, and nothing has changed.
+        """
+        watch, position = Stopwatch(self.watchdog.enter), self.position
         experience, num_dropped = self.experience(watch)
+        if self.preemption.requested():
+            self.position = position
+            return None
         trajectories = experience.trajectories
+        self.engine.release()
+        if self.config.rollout.max_staleness and self.step + 1 < self.config.train.num_steps:
+            # The position stays, so that a run that resumes from this step's checkpoint draws them again.
+            self.sampler.draw_ahead(self.prompts.take(self.position, len(experience.prompts)), self.step + 2)
         batch = self.with_advantages(trajectories, experience.rewards)
         with watch.stage("log_probs"):
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
@@ -145,22 +197,34 @@ class Trainer:
             updates, measured = self.update(prepared, batch, bounds)
         self.step += 1
         self.calibration.ledger.run_tokens += trajectories.tokens.numel()
+        with watch.stage("rollout"):
+            self.sampler.wait()
         with watch.stage("sync"):
             canary = self.sync_weights(self.step)
-        self.log_samples(experience)
-        row = self.metrics(batch, updates, bounds) | measured | canary
+        self.log_samples(experience, batch, updates, bounds)
+        row = self.metrics(experience, batch, updates, bounds) | measured | canary
         if self.config.algorithm.dynamic_sampling.enabled:
             row["rollout/dropped_groups"] = num_dropped
-        if self.held_out and self.due(self.config.eval.every):
+        if self.evaluation.sets and self.due(self.config.eval.every):
             with watch.stage("eval"):
                 row |= self.evaluate()
-        if self.due(self.config.checkpoint.save_every):
-            with watch.stage("checkpoint"):
-                self.save()
+        for name, problem in self.alarms.check(row).items():
+            self.tracker.say(f"ALARM after step {self.step}: {problem}")
+            row[name] = 1.0
+        with watch.stage("checkpoint"):
+            self.checkpoints.finish_if_written()
+            best = self.checkpoints.is_best(self.step, row)
+            if not rings(row) and (best or self.due(self.config.checkpoint.save_every)):
+                self.checkpoints.save(self.step, self.position)
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]
         self.calibration.ledger.run_seconds += timing["timing/step"]
         return {"step": self.step, **row, **self.calibration.ledger.row(), **timing}
+
+    def say_early(self, line: str) -> None:
+        """Before there is a tracker: the checkpoint tells it where to go on."""
+        if self.runtime.rank == 0:
+            print(line, flush=True)
 
     # The stages, in order.
 
@@ -171,12 +235,7 @@ class Trainer:
         def sample(count: int) -> Experience:
             with watch.stage("rollout"):
                 prompts = self.next_prompts(count)
-                trajectories = self.sample(
-                    prompts,
-                    samples_per_prompt=self.config.train.samples_per_prompt,
-                    temperature=self.config.rollout.temperature,
-                    seed_step=self.step + 1,
-                )
+                trajectories = self.sampler.sample_for_step(prompts, self.step + 1)
             with watch.stage("reward"):
                 experience = self.scored(prompts, trajectories)
                 buffer, longest = self.config.reward.overlong_buffer, self.config.rollout.max_new_tokens
@@ -192,36 +251,15 @@ class Trainer:
         self.position += count
         return prompts
 
-    def sample(
-        self, prompts: list[Prompt], *, samples_per_prompt: int, temperature: float, seed_step: int
-    ) -> Trajectories:
-        """Completions from the engine's present weights, the same on every rank."""
-        return collect(
-            self.engine,
-            prompts,
-            samples_per_prompt=samples_per_prompt,
-            sampling=SamplingParams(
-                max_new_tokens=self.config.rollout.max_new_tokens,
-                temperature=temperature,
-                top_p=self.config.rollout.top_p,
-                stop_token_ids=(self.tokenizer.eos_token_id,),
-            ),
-            seed_key=(self.config.train.seed, seed_step),
-            rank=self.runtime.rank,
-            world_size=self.runtime.world_size,
-            gather_objects=self.runtime.gather_objects,
-        )
-
     def decode(self, tokens: torch.Tensor) -> str:
         """Text of a response."""
         return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def scored(self, prompts: list[Prompt], trajectories: Trajectories) -> Experience:
-        """Completions with their rewards."""
-        texts = [self.decode(response) for response in trajectories.responses()]
-        groups = trajectories.groups.tolist()
-        rewards = torch.tensor([self.reward(prompts[g], text) for g, text in zip(groups, texts, strict=True)])
-        return Experience(prompts, trajectories, texts, rewards)
+        """Completions with their rewards; each rank scores a share of them."""
+        samples = reward_samples(prompts, trajectories, self.tokenizer)
+        scores = score_shares(self.scorer, samples, self.runtime)
+        return Experience.of_scores(prompts, trajectories, [sample.completion for sample in samples], scores)
 
     def with_advantages(self, trajectories: Trajectories, rewards: torch.Tensor) -> TrainingBatch:
         """Group-relative advantages, repeated over each response's tokens."""
@@ -262,8 +300,19 @@ class Trainer:
                     reference_ratio=measurement.ratio16() if oracle else None,  # type: ignore[union-attr]
                 )
                 result = self.learner.update(prepared, index, objective, entropy_grad=algorithm.entropy_bonus > 0)
-                if unmoved and not self.skips_on_policy_check:
+                if unmoved and result.applied and not self.skips_on_policy_check:
                     check_on_policy(result)
+                if result.applied:
+                    self.skipped.applied()
+                else:
+                    self.skipped.skipped(
+                        self.step + 1,
+                        index,
+                        batch,
+                        minibatches[index],
+                        loss=float(result.loss),
+                        grad_norm=result.grad_norm,
+                    )
                 if measurement is not None:
                     calibration.after_update(measurement, index, result, weights_unmoved=unmoved, bounds=bounds)
                 results.append(result)
@@ -290,17 +339,10 @@ class Trainer:
         return search_bounds(self.runtime.sum_over_world(own).cpu(), settings=settings)
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward on the held-out prompts, with its standard error over prompts."""
-        settings = self.config.eval
-        trajectories = self.sample(
-            self.held_out,
-            samples_per_prompt=settings.samples_per_prompt,
-            temperature=settings.temperature,
-            seed_step=_EVAL_SEED_STEP,
-        )
-        scores = self.scored(self.held_out, trajectories).rewards.view(len(self.held_out), -1).mean(1)
-        stderr = float(scores.std()) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-        return {"eval/score": float(scores.mean()), "eval/stderr": stderr}
+        """The mean score over the evaluation sets; report and completions go to `run_dir/eval/step_<step>`."""
+        results = list(self.evaluation.run())
+        self.tracker.evaluation(self.step, results, self.config)
+        return eval_metrics(results)
 
     # Book-keeping.
 
@@ -308,74 +350,76 @@ class Trainer:
         """Whether something done every so many steps, and at the end, is due after the present step."""
         return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
 
-    def metrics(self, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds) -> dict[str, float]:
-        """The step's metrics, reduced over ranks; see `metrics.METRICS`."""
-        trajectories, rewards = batch.trajectories, batch.rewards
-        lengths = trajectories.response_lengths.float()
-        row = {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/equal_groups": float(degenerate_groups(rewards, trajectories.groups).float().mean()),
-            "response/mean_length": float(lengths.mean()),
-            "response/truncated": float((~trajectories.finished).float().mean()),
-            "grad_norm": sum(result.grad_norm for result in updates) / len(updates),
-            "lr": self.learner.lr,
-            "updates/applied": sum(result.applied for result in updates),
-            "updates/skipped": sum(not result.applied for result in updates),
-            "clip/lower": bounds.lower,
-            "clip/upper": bounds.upper,
-        }
-        total = PolicyMetricSums.empty()
-        loss = torch.zeros((), dtype=torch.float64)
-        if self.runtime.reports_tokens:
-            loss = torch.stack([result.loss for result in updates]).mean()
-            for result in updates:
-                for record in result.extras:
-                    total = total.merge(record.metrics.cpu())
-        sums, minima, maxima = total.pack()
-        row["loss"] = float(self.runtime.sum_over_world(loss))
-        reduced = PolicyMetricSums(
-            self.runtime.sum_over_world(sums).cpu(),
-            -self.runtime.max_over_world(-minima).cpu(),
-            self.runtime.max_over_world(maxima).cpu(),
+    def metrics(
+        self, experience: Experience, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds
+    ) -> dict[str, float]:
+        """The step's metrics; sequences on which sampler and learner disagree go to a file."""
+        trajectories, apart = batch.trajectories, sampler_mismatch(batch)
+        self.tracker.outliers(self.step, outlier_rows(apart, trajectories, experience.texts))
+        row = sampler_metrics(apart, trajectories, policy_version=self.step - 1)
+        assert row["rollout/staleness_max"] <= self.config.rollout.max_staleness, "samples are older than one step"
+        return (
+            {"lr": self.learner.lr}
+            | batch_metrics(batch)
+            | experience.component_means()
+            | row
+            | update_metrics(updates, bounds, self.runtime)
         )
-        return row | reduced.finalize()
 
-    def log_samples(self, experience: Experience) -> None:
-        """A few completions with their rewards, spread over the step's prompts."""
-        prompts, trajectories, texts = experience.prompts, experience.trajectories, experience.texts
-        count = min(self.config.tracking.samples_per_step, len(texts))
-        chosen = [index * len(texts) // count for index in range(count)]
-        groups, rewards = trajectories.groups.tolist(), experience.rewards.tolist()
-        rows: list[dict[str, Any]] = [
-            {
-                "prompt": prompts[groups[i]].text,
-                "completion": texts[i],
-                "answer": prompts[groups[i]].answer,
-                "reward": rewards[i],
-                "finished": bool(trajectories.finished[i]),
-            }
-            for i in chosen
-        ]
+    def log_samples(
+        self, experience: Experience, batch: TrainingBatch, updates: list[UpdateResult], bounds: ClipBounds
+    ) -> None:
+        """A few completions with what training did to their tokens, spread over the step's prompts."""
+        rows = sample_rows(
+            experience,
+            batch,
+            [record for update in updates for record in update.extras],
+            count=self.config.tracking.samples_per_step,
+            bounds=bounds,
+            decode=lambda ids: str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)),
+            gather_tokens=self.learner.gather_tokens,
+        )
         self.tracker.samples(self.step, rows)
 
-    def save(self) -> None:
-        """A checkpoint after the present step."""
-        state, tensors = self.calibration.state_dict()
-        state |= {
-            "position": self.position,
-            "config": config_to_dict(self.config),
-            "version": megatron_calclip.__version__,
-        }
-        checkpoint.save(
-            self.run_dir,
-            self.step,
-            self.learner,
-            tokenizer=self.tokenizer,
-            state=state,
-            tensors=tensors,
-            keep=self.config.checkpoint.keep,
-        )
+    # Alarms, signals.
+
+    def stop_early(self) -> None:
+        """Told to stop: save what is done and leave, so that the same command goes on from here."""
+        self.watchdog.enter("saving before the end")
+        self.sampler.wait()
+        self.checkpoints.finish()
+        if self.checkpoints.newest_step != self.step:
+            self.checkpoints.save(self.step, self.position)
+            self.checkpoints.finish()
+        self.tracker.say(f"stopped by a signal after step {self.step}; the same command resumes from there")
+
+    def answer_alarms(self, row: dict[str, float]) -> None:
+        """What `alarms.action` asks for when a step rings.
+
+        Raises:
+            UserError: to stop the run.
+        """
+        settings = self.config.alarms
+        if not rings(row) or settings.action == "warn":
+            return
+        self.checkpoints.finish()
+        back = settings.action == "rollback"
+        folder = find_checkpoint(self.run_dir, "auto", self.runtime, self.tracker.say) if back else None
+        if folder is None or self.num_rollbacks == settings.max_rollbacks:
+            raise UserError(
+                "alarms.action",
+                f"the run stops after step {self.step}, which rang an alarm ({settings.action}, {self.num_rollbacks} "
+                f"rollbacks so far); look at {self.run_dir / 'metrics.jsonl'}, then resume from a checkpoint",
+                exit_code=EXIT_FAILED,
+            )
+        self.num_rollbacks += 1
+        self.sampler.wait()
+        self.sampler.discard()
+        self.step = self.checkpoints.restore(folder)  # but the place in the data stays: other prompts come
+        self.tracker.rewind(self.step)
+        self.sync_weights.restart_canary()
+        self.sync_weights(self.step)
+        self.tracker.say(f"rolled back to {folder} ({self.num_rollbacks} of {settings.max_rollbacks})")
 
     def summarise(self) -> None:
         """The closing table in the terminal."""
@@ -398,6 +442,11 @@ class Trainer:
         rows["metrics"] = str(self.run_dir / "metrics.jsonl")
         rows["checkpoint"] = str(self.run_dir / f"step_{self.step}")
         self.tracker.summary(rows)
+
+
+def rings(row: dict[str, float]) -> bool:
+    """Whether a step rang an alarm."""
+    return any(name.startswith("alarm/") for name in row)
 
 
 def check_on_policy(result: UpdateResult) -> None:

@@ -45,12 +45,12 @@ ROW = '{"prompt": "1+1=", "answer": 2}\n'
 REWARDS = """
 import os
 
-def fails(prompt, completion):
+def fails(sample):
     raise RuntimeError("the scorer\\nis away")
 
-def fails_on_rank_1(prompt, completion):
+def fails_on_rank_1(sample):
     if os.environ["RANK"] == "1":
-        fails(prompt, completion)
+        fails(sample)
     return 0.0
 """
 
@@ -206,7 +206,7 @@ LATE = {
         r"model\.max_sequence_length: a prompt of 29 tokens .* exceeds 32",
         2,
     ),
-    "held-out data set absent": (["data.eval={folder}/absent.jsonl"], r"data\.eval: no file", 2),
+    "held-out data set absent": (["eval.sets=[{folder}/absent.jsonl]"], r"eval\.sets: no file", 2),
     "tokenizer unknown": (
         ["model.tokenizer=no/such-tokenizer"],
         r"model\.tokenizer: cannot load 'no/such-token",

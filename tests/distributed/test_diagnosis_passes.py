@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path, text: bool) -> None:
             str(make_model(tmp_path / "model")),
         ),
         *("--config", "tiny_cpu", "--prompts", str(prompts), "--num-prompts", "6"),
-        *("--set", "data.eval=null", "--set", "train.num_steps=1", "--set", "train.prompts_per_step=4"),
+        *("--set", "eval.sets=[]", "--set", "train.num_steps=1", "--set", "train.prompts_per_step=4"),
         *("--recipe", "tensorwise", "--recipe", "rowwise:first_last_layers_bf16=1", "--lr", "1e-4,1e-3"),
         *("--json", str(tmp_path / "noise.json"), "--plot", str(tmp_path / "noise.svg")),
         *(["--text"] if text else []),

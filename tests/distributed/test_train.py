@@ -21,7 +21,7 @@ SETTINGS = [
     str(launching.ROOT / "conf" / "tiny_cpu.yaml"),
     "model.warm_start.num_steps=6",
     "model.warm_start.batch_size=16",
-    "reward.name=stalling_reward.share_of_digits",
+    "reward={name: stalling_reward.share_of_digits, num_workers: 1, timeout_seconds: 1000}",
     "calibration={enabled: true, start_step: 1, interval: 1, start: [0.8, 1.24], min_tail_tokens: 1}",
     "optimizer.lr=3e-3",
     f"train.num_steps={NUM_STEPS}",
@@ -73,7 +73,7 @@ class Job:
         """Run until every rank scores the first completion of the last step, then SIGKILL all of it."""
         flags = self.folder / f"{name}-flags"
         flags.mkdir()
-        calls = NUM_HELD_OUT + (NUM_STEPS - 1) * NUM_PROMPTS * NUM_SAMPLES
+        calls = (NUM_HELD_OUT + (NUM_STEPS - 1) * NUM_PROMPTS * NUM_SAMPLES) // num_processes
         process = launching.start(
             SCRIPT,
             *self.arguments(name, *overrides),

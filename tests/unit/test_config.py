@@ -279,19 +279,23 @@ def test_wrong_value(base: str, override: str, complaint: str) -> None:
         (
             {
                 "model": {"shape": SHAPE, "tokenizer": "characters", "characters": "0123456789+=^_abcdefgh"},
-                "data": {"eval": "scratchpad", "scratchpad": {"num_digits": 2048 - 8}},
+                "data": {"scratchpad": {"num_digits": 2048 - 8}},
+                "eval": {"sets": ["scratchpad"]},
             },
             "data.scratchpad.num_digits",
         ),
         (
             {
                 "model": {"shape": SHAPE, "tokenizer": "characters", "characters": "0123456789+=^_abcdefgh"},
-                "data": {"eval": "scratchpad", "scratchpad": {"num_digits": 1000}},
+                "data": {"scratchpad": {"num_digits": 1000}},
+                "eval": {"sets": ["scratchpad"]},
                 "rollout": {"max_new_tokens": 4096 - 2000},
             },
             "model.max_sequence_length",
         ),
         ({"data": {"chat_template": True}}, "data.chat_template"),
+        ({"data": {"system_prompt": "Be brief."}}, "data.system_prompt"),
+        ({"eval": {"max_new_tokens": 10**6}}, "eval.max_new_tokens"),
         ({"data": {"arithmetic": {"operators": "+/"}}}, "data.arithmetic.operators"),
         ({"data": {"arithmetic": {"operators": ""}}}, "data.arithmetic.operators"),
         ({"rollout": {"max_new_tokens": 32}}, "rollout.max_new_tokens"),
@@ -425,16 +429,25 @@ def test_calibration_values_that_do_not_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "held_out", "expected"),
+    ("train", "sets", "expected"),
     [
-        ("scratchpad", "auto", "scratchpad"),
-        ("rows.jsonl", "auto", None),
-        ("rows.jsonl", "arithmetic", "arithmetic"),
-        ("arithmetic", None, None),
+        ("scratchpad", "auto", ("scratchpad",)),
+        ("rows.jsonl", "auto", ()),
+        ("rows.jsonl", ["arithmetic", "aime24"], ("arithmetic", "aime24")),
+        ("arithmetic", [], ()),
     ],
 )
-def test_held_out_problems_are_of_the_trained_task(train: str, held_out: str | None, expected: str | None) -> None:
-    assert config_from_dict({"data": {"train": train, "eval": held_out}}).data.held_out == expected
+def test_held_out_problems_are_of_the_trained_task(train: str, sets: Any, expected: tuple[str, ...]) -> None:
+    assert config_from_dict({"data": {"train": train}, "eval": {"sets": sets}}).eval_sets == expected
+
+
+def test_evaluation_samples_by_its_own_settings() -> None:
+    config = config_from_dict(valid(rollout={"max_new_tokens": 4}))
+    assert config.for_evaluation == config
+    other = config_from_dict(valid(rollout={"max_new_tokens": 4}, eval={"max_new_tokens": 9, "top_p": 0.9}))
+    assert (other.for_evaluation.rollout.max_new_tokens, other.for_evaluation.rollout.top_p) == (9, 0.9)
+    assert (other.rollout.max_new_tokens, other.rollout.top_p) == (4, 1.0)
+    check(other, world_size=1)
 
 
 def test_world_size_of_a_dry_run_is_the_cluster(base: str) -> None:
