@@ -84,8 +84,7 @@ class Experience:
 def _joined_components(parts: Sequence[Experience]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for part in parts for name in part.components)
     return {
-        name: torch.cat([part.components.get(name, torch.zeros_like(part.rewards)) for part in parts])
-        for name in names
+        name: torch.cat([part.components.get(name, torch.zeros_like(part.rewards)) for part in parts]) for name in names
     }
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,6 +54,8 @@ from megatron_calclip.learner.runtime import Runtime
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
+_WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)
+"""What a full disk makes of Python's, safetensors' and torch's writers."""
 
 
 def _begin(state: dict[str, Any], folder: Path) -> tuple[Any, queue.SimpleQueue[Any]]:
@@ -68,7 +71,7 @@ def _begin(state: dict[str, Any], folder: Path) -> tuple[Any, queue.SimpleQueue[
 
 def save_model(folder: Path, learner: Learner) -> None:
     """The weights alone (the reference policy of a KL penalty); collective."""
-    _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True))
+    _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
     request, _ = _begin(model_state(learner), folder)
     request.execute_sync()
     learner.runtime.barrier()
@@ -137,7 +140,7 @@ class PendingSave:
             for old in superseded(self.run_dir, newest=self.step, keep=self.keep, best=best):
                 shutil.rmtree(old, ignore_errors=True)
 
-        _on_rank_zero(runtime, complete)
+        _on_rank_zero(runtime, complete, self.aside)
         return folder
 
     def _report(self) -> tuple[str | None, dict[str, FileRecord]]:
@@ -185,7 +188,7 @@ def _write_files(write: Callable[..., None], arguments: list[Any], report: Path)
         if not isinstance(outcome, Exception):
             paths = [Path(bucket[0]) for bucket in buckets]
             records = {f"{path.parent.name}/{path.name}": flushed_record(path) for path in paths}
-    except OSError as error:
+    except _WRITE_ERRORS as error:
         outcome = error
     aside = report.with_suffix(".partial")
     aside.write_bytes(pickle.dumps((outcome, records)))
@@ -232,10 +235,14 @@ def begin_save(
         save_file(tensors, aside / "state.safetensors")
         write_json(aside / STATE, {**state, "step": step, "scheduler": learner.scheduler.state_dict()})
 
-    _on_rank_zero(runtime, prepare)
+    _on_rank_zero(runtime, prepare, aside)
+    state_to_write = sharded_state(learner, loading=False)
     try:
-        request, results = _begin(sharded_state(learner, loading=False), aside / "megatron")
-    except OSError as error:  # rank 0 alone writes here; the others end with it
+        request, results = _begin(state_to_write, aside / "megatron")
+    except _WRITE_ERRORS as error:
+        if runtime.rank != 0:  # rank 0 alone writes here; the others end with it
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
         raise _cannot_write(str(error)) from None
     pending = PendingSave(run_dir, step, runtime, aside, keep, best, request, results, writer=None)
     pending.start_writer()
@@ -251,8 +258,13 @@ def _cannot_write(problem: str) -> UserError:
     return UserError("run_dir", f"cannot write a checkpoint ({problem}); free space or fix it", exit_code=EXIT_FAILED)
 
 
-def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
+def _on_rank_zero(runtime: Runtime, action: Callable[[], None], folder: Path) -> None:
     """Run on rank 0; all ranks learn of a failure together, so that none waits for the others.
+
+    Args:
+        runtime: this rank.
+        action: writes into the folder.
+        folder: removed when that fails.
 
     Raises:
         UserError: on every rank, when the file system refused.
@@ -261,8 +273,9 @@ def _on_rank_zero(runtime: Runtime, action: Callable[[], None]) -> None:
     if runtime.rank == 0:
         try:
             action()
-        except OSError as error:
+        except _WRITE_ERRORS as error:
             problem = str(error)
+            shutil.rmtree(folder, ignore_errors=True)
     problem = runtime.gather_objects(problem)[0]
     if problem is not None:
         raise _cannot_write(problem)

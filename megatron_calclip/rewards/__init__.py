@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the configuration needs pydantic, which the workers do without
-    from megatron_calclip.prompt import Prompt
     from megatron_calclip.config import RewardConfig
+    from megatron_calclip.prompt import Prompt
     from megatron_calclip.rewards.scorer import Scorer
 
 

@@ -54,6 +54,8 @@ def final_answer(completion: str) -> str | None:
         marker = _LINE_MARKER.search(text, after)
         if marker is None or not text[marker.end() :].strip(" *_.\n"):
             return _joined(text, boxes)
+    if not boxes and r"\boxed" in text:  # cut off before its end
+        return None
     markers = list(_MARKER.finditer(text))
     if markers:
         return _statement(text[markers[-1].end() :].lstrip(" *_\n:"))

@@ -16,7 +16,6 @@ from megatron_calclip.rewards.math_compare import Rules, equal
 from megatron_calclip.rewards.math_numbers import split_unit
 from megatron_calclip.rewards.math_text import bare, normalize
 
-
 # Longer answers are wrong unread: no reference is as long, and taking one apart takes quadratic time.
 _MAX_LENGTH = 5000
 

@@ -403,9 +403,12 @@ def _equal_symbols(gold: str, answer: str, rules: Rules) -> bool:
     expected, given = split_unit(gold), split_unit(answer)
     if r"\text" in expected.value + given.value or unit_factor(expected.unit, given.unit) is None:
         return False
-    if "degree" in (expected.unit, given.unit) and any(r"\pi" in one.value and not one.unit for one in (expected, given)):
+    if "degree" in (expected.unit, given.unit) and any(
+        r"\pi" in one.value and not one.unit for one in (expected, given)
+    ):
         expected, given = (
-            replace(one, value=rf"({one.value}) \cdot \frac{{\pi}}{{180}}") if one.unit else one for one in (expected, given)
+            replace(one, value=rf"({one.value}) \cdot \frac{{\pi}}{{180}}") if one.unit else one
+            for one in (expected, given)
         )
     if math_symbols.equal_expressions(expected.value, given.value):
         return True

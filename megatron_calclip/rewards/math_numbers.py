@@ -23,6 +23,9 @@ from megatron_calclip.rewards.math_text import TEXT
 _MAX_EXPONENT = 5000
 _MAX_DIGITS = 4000
 
+# Two decimals as near as this differ by how they were computed, not by what was meant.
+_NOISE = Fraction(1, 10**9)
+
 _DECIMAL = r"\d+(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
 _PLAIN = re.compile(rf"([+-]?)\s*({_DECIMAL})")
 _SCIENTIFIC = re.compile(
@@ -171,6 +174,8 @@ def equal_numbers(gold: Number, answer: Number, *, relative_tolerance: float, to
     if distance > Fraction(str(relative_tolerance)) * abs(gold.value):
         return False
     if gold.decimals is None or answer.decimals is None:
+        return True
+    if distance <= _NOISE * abs(gold.value):
         return True
     coarse, fine = sorted((gold, answer), key=lambda number: number.decimals or 0)
     unit = Fraction(10) ** -(coarse.decimals or 0)

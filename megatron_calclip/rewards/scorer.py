@@ -95,7 +95,7 @@ def _limits(config: RewardConfig) -> Limits:
 
 def _check_available(config: RewardConfig) -> None:
     if config.name == "math" and importlib.util.find_spec("math_verify") is None:
-        raise UserError("reward.name", "math needs math-verify; pip install 'math-verify[antlr4_13_2]>=0.9,<0.10'")
+        raise UserError("reward.name", "math needs math-verify; pip install 'megatron-calclip[math]'")
     if config.name == "code":
         from megatron_calclip.rewards.sandbox import check_sandbox
 

@@ -121,7 +121,11 @@ def test_same_text(output: str, expected: str, same: bool) -> None:
         ("def add(a, b): return a + b", row_of([[1, 2]], [[3]], fn_name="add"), 1.0),
         ("def add(a, b): return a - b", row_of([[1, 2]], [3], fn_name="add"), 0.0),
         ("def add(a, b): print(3)", row_of([[1, 2]], [3], fn_name="add"), 0.0),
-        ("class Solution:\n    def f(self, a):\n        print('log')\n        return (a, a)", row_of([[1]], [[1, 1]], fn_name="f"), 1.0),
+        (
+            "class Solution:\n    def f(self, a):\n        print('log')\n        return (a, a)",
+            row_of([[1]], [[1, 1]], fn_name="f"),
+            1.0,
+        ),
         ("def f(a): return True", row_of([[1]], [1], fn_name="f"), 0.0),
         ("def f(a): return 0.1 + 0.2", row_of([[1]], [0.3], fn_name="f"), 1.0),
         ("def f(a): return 'x'", row_of(['"a"'], ['"x"'], fn_name="f"), 1.0),
@@ -173,7 +177,10 @@ def test_each_test_starts_afresh() -> None:
     ("program", "status"),
     [
         ("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass", "timeout"),
-        ("import threading, time\nfor _ in range(10**4): threading.Thread(target=time.sleep, args=(9,)).start()", "timeout"),
+        (
+            "import threading, time\nfor _ in range(10**4): threading.Thread(target=time.sleep, args=(9,)).start()",
+            "timeout",
+        ),
         ("x = bytearray(10**10)", "error"),
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", "error"),
         ("while True: print('x' * 1000)", "output"),
@@ -327,7 +334,7 @@ def test_abandoned_runs_end() -> None:
 
 def test_without_a_sandbox_it_is_refused_or_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "sandbox_problem", lambda: "no namespaces")
-    with pytest.raises(UserError, match="no namespaces.*allow user namespaces") as caught:
+    with pytest.raises(UserError, match=r"no namespaces.*allow user namespaces") as caught:
         check_sandbox(allow_unsandboxed=False)
     assert caught.value.where == "reward.code.allow_unsandboxed"
     with pytest.warns(UserWarning, match="WITHOUT A SANDBOX"):
@@ -356,7 +363,9 @@ def test_limits_hold_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("x = bytearray(10**10)", isolate=False)[0].status == "error"
     assert run("while True: pass", isolate=False)[0].status == "timeout"
     escape = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    time.sleep(99)\nprint('left')"
-    count = "import os\nprint(sum(os.stat(f'/proc/{p}').st_uid == os.getuid() for p in os.listdir('/proc') if p.isdigit()))"
+    count = (
+        "import os\nprint(sum(os.stat(f'/proc/{p}').st_uid == os.getuid() for p in os.listdir('/proc') if p.isdigit()))"
+    )
     left, number = run(f"exec({escape!r} if input() == 'go' else {count!r})", "go", "count", isolate=False)
     assert left == Run("ok", "left\n")
     if os.getuid() == 0:  # the user id is the program's own

@@ -26,7 +26,9 @@ from megatron_calclip.rewards.math_numbers import Number, equal_numbers, parse_n
 from megatron_calclip.rewards.math_symbols import TooLarge, parse
 from megatron_calclip.rewards.math_text import bare, normalize, split
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "answer_pairs.jsonl").read_text().splitlines()]
+PAIRS = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "data" / "answer_pairs.jsonl").read_text().splitlines()
+]
 DATA = os.environ.get("MEGATRON_CALCLIP_DATA")
 # file -> column of the reference answer
 GOLDS = {
@@ -63,7 +65,9 @@ def test_pairs(pair: dict[str, Any]) -> None:
 
 def golds(file: str, column: str) -> list[str]:
     text = (Path(str(DATA)) / file).read_text()
-    rows = json.loads(text) if file.endswith(".json") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = (
+        json.loads(text) if file.endswith(".json") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    )
     values = [row[column] for row in rows]
     return [", ".join(value) if isinstance(value, list) else str(value) for value in values]
 
@@ -165,7 +169,9 @@ def test_parse_number(text: str, value: Fraction, decimals: int | None) -> None:
     assert number is not None and (number.value, number.decimals) == (value, decimals)
 
 
-@pytest.mark.parametrize("text", ["", "x", "1/0", r"\frac{1}{0}", "1.2.3", "10^{999999}", "9^{99999}", "--3", "e5", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1/0", r"\frac{1}{0}", "1.2.3", "10^{999999}", "9^{99999}", "--3", "e5", "9" * 5000]
+)
 def test_what_is_no_number(text: str) -> None:
     assert parse_number(text) is None
 
@@ -199,7 +205,9 @@ def test_equal_numbers_by_hand() -> None:
     third, tenth = Number(Fraction(1, 3), None), Number(Fraction(3333333, 10**7), 7)
     assert equal_numbers(third, tenth, relative_tolerance=1e-6)
     assert not equal_numbers(third, tenth, relative_tolerance=1e-8)
-    assert equal_numbers(Number(Fraction(100), None, True), Number(Fraction(101), None, True), relative_tolerance=0.0, tolerance=1.0)
+    assert equal_numbers(
+        Number(Fraction(100), None, True), Number(Fraction(101), None, True), relative_tolerance=0.0, tolerance=1.0
+    )
 
 
 def test_a_row_may_bring_tolerance_and_unit() -> None:
@@ -245,7 +253,9 @@ def test_long_hostile_text_takes_linear_time(text: str) -> None:
     assert time.process_time() - start < 3
 
 
-@pytest.mark.parametrize("text", ["9^{9^{9}}", "2^{2^{2^{2^{2^{2}}}}}", "(10^{10})!", r"\binom{10^{9}}{10^{8}}", "9^{-9^{9}}"])
+@pytest.mark.parametrize(
+    "text", ["9^{9^{9}}", "2^{2^{2^{2^{2^{2}}}}}", "(10^{10})!", r"\binom{10^{9}}{10^{8}}", "9^{-9^{9}}"]
+)
 def test_exploding_numbers_are_never_evaluated(text: str) -> None:
     with pytest.raises(TooLarge):
         parse(text)
@@ -287,7 +297,9 @@ def scorer() -> Iterator[Any]:
 
 
 def test_scores_in_the_pool(scorer: Any) -> None:
-    prompt = Prompt(id=0, token_ids=(1,), text="", answer=r"\frac{1}{2}", metadata={"tolerance": 0.1, "other": object()})
+    prompt = Prompt(
+        id=0, token_ids=(1,), text="", answer=r"\frac{1}{2}", metadata={"tolerance": 0.1, "other": object()}
+    )
     texts = [r"\boxed{0.5}", r"\boxed{1}", "", r"\boxed{9^{9^{9}}}", r"\boxed{0.55}"]
     scores = scorer.score([RewardSample(prompt, text, 1, True) for text in texts])
     assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 1.0]
@@ -296,7 +308,9 @@ def test_scores_in_the_pool(scorer: Any) -> None:
 
 def test_relative_tolerance_is_a_setting(scorer: Any) -> None:
     prompt = Prompt(id=0, token_ids=(1,), text="", answer="3.1416")
-    assert [s.value for s in scorer.score([RewardSample(prompt, rf"\boxed{{{x}}}", 1, True) for x in (r"\pi", "3.15")])] == [1.0, 0.0]
+    assert [
+        s.value for s in scorer.score([RewardSample(prompt, rf"\boxed{{{x}}}", 1, True) for x in (r"\pi", "3.15")])
+    ] == [1.0, 0.0]
 
 
 def test_an_answer_that_sympy_never_finishes_is_wrong_and_counted(scorer: Any) -> None:

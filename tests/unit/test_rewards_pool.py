@@ -145,7 +145,9 @@ def test_sigkill_from_outside_loses_no_result(make: Callable[..., Pool], victims
     def kill() -> None:
         workers = list(pool.worker_pids)
         nursery = [pool.nursery_pid] if pool.nursery_pid else []
-        chosen = {"a worker": workers[:1], "all workers": workers, "the nursery": nursery}.get(victims, nursery + workers)
+        chosen = {"a worker": workers[:1], "all workers": workers, "the nursery": nursery}.get(
+            victims, nursery + workers
+        )
         for pid in chosen:
             os.kill(pid, signal.SIGKILL)
 

@@ -25,7 +25,7 @@ from contract import SETTINGS, AdapterContract, make_minibatch
 
 from megatron_calclip.integrations.nemo_aligner import calibrated_trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_process")]
+pytestmark = pytest.mark.integration
 
 
 def make_adapter(**loss_settings: Any) -> AlignerAdapter:
@@ -42,10 +42,24 @@ def adapter(request: pytest.FixtureRequest) -> AlignerAdapter:
     return make_adapter(ratio_eps_low=0.2, ratio_eps_high=0.2, dapo={"token_loss": request.param, "clip_higher": False})
 
 
+@pytest.mark.usefixtures("one_process")
 class TestGRPO(AdapterContract):
     pass
 
 
+def test_shadow_pass_inside_nemo_aligner_is_ours() -> None:
+    from aligner_loop import check_shadow
+
+    check_shadow(make_adapter(dapo={"clip_higher": False}))
+
+
+def test_measuring_disturbs_nothing(tmp_path: Path) -> None:
+    from aligner_loop import check_loop
+
+    check_loop(make_adapter(dapo={"clip_higher": False}), tmp_path)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_importance_weights_are_truncated() -> None:
     """The real trainer's are exp(log pi_old - log mu) without a cap."""
     adapter = make_adapter(dapo={"clip_higher": False})

@@ -14,10 +14,12 @@ import stubs
 
 stubs.install()
 
+from pathlib import Path
+
 from aligner_adapter import AlignerAdapter
 from contract import AdapterContract
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_process")]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -28,5 +30,18 @@ def adapter() -> AlignerAdapter:
     return AlignerAdapter(megatron_gpt_ppo_actor, ppo, trainer="PPOTrainer", section="ppo")
 
 
+@pytest.mark.usefixtures("one_process")
 class TestPPO(AdapterContract):
     pass
+
+
+def test_shadow_pass_inside_nemo_aligner_is_ours(adapter: AlignerAdapter) -> None:
+    from aligner_loop import check_shadow
+
+    check_shadow(adapter)
+
+
+def test_measuring_disturbs_nothing(adapter: AlignerAdapter, tmp_path: Path) -> None:
+    from aligner_loop import check_loop
+
+    check_loop(adapter, tmp_path)
