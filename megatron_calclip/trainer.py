@@ -214,7 +214,9 @@ class Trainer:
         with watch.stage("checkpoint"):
             self.checkpoints.finish_if_written()
             best = self.checkpoints.is_best(self.step, row)
-            if not rings(row) and (best or self.due(self.config.checkpoint.save_every)):
+            wanted = best or self.due(self.config.checkpoint.save_every)
+            # What the run goes back to, or ends with, must not be the state that rang.
+            if wanted and not (rings(row) and self.config.alarms.action != "warn"):
                 self.checkpoints.save(self.step, self.position)
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]

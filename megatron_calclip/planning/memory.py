@@ -180,7 +180,7 @@ def layer_activations(
     if recompute == "full":
         return a * w.t_s * w.h
     residual = 2 * a * w.t_s * w.h + 2 * _FP32 * w.t_s  # inputs of both norms, and their scales
-    fc1_output = a * w.t * w.f
+    fc1_output = a * w.t * 2 * w.f
     if fp8:  # codes; those of a gathered input are kept whole by our layers and cut by TransformerEngine's
         inputs = storage.code * (2 * (w.t_s if te else w.t) * w.h + w.t * (w.q + w.f))
     else:

@@ -121,9 +121,9 @@ def _equal_several(gold: str, answer: str, expected: Sequence[str], given: Seque
         if outer is not None and outer[0] in ("{", "("):
             inner = elements(outer[1])
             if len(inner) == len(several):
-                pair = (inner, several) if len(expected) == 1 else (several, inner)
+                left, right = (inner, several) if len(expected) == 1 else (several, inner)
                 ordered = outer[0] == "(" and (len(expected) == 1 or all(_named(part)[0] for part in several))
-                return _in_order(*pair, rules) if ordered else _in_any_order(*pair, rules)
+                return _in_order(left, right, rules) if ordered else _in_any_order(left, right, rules)
         return _equal_as_sets(gold, answer)
     if len(expected) != len(given):
         return False

@@ -221,7 +221,6 @@ def main() -> None:
         _enter_namespaces()
         child = os.fork()
         if child:
-            sys.stdout = None  # type: ignore[assignment]
             os.close(1)
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
         _build_root(job)

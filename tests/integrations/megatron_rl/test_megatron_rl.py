@@ -240,3 +240,5 @@ def test_sequence_packing_is_refused(adapter: MegatronRl) -> None:
     megatron_rl.calibrate(SETTINGS, adapter.rl_utils)
     with pytest.raises(UserError, match="rl-use-sequence-packing"):
         adapter.rl_utils.get_grpo_data_iterator(None, None, None, 0, None, **COLLECTION | {"sequence_packing": True})
+
+
