@@ -358,6 +358,9 @@ class AlgorithmConfig:
     studies): clip masks from BF16 ratios, a shadow pass at every mini-batch."""
     exact_on_policy: bool = False
     """Take the ratio of unmoved weights (the first mini-batch) as exactly 1; kernels may differ in a bit."""
+    old_log_probs: Literal["matched", "mismatched"] = "matched"
+    """matched: pi_old over the very micro-batches that train; mismatched (an experiment, not for use): over others, as
+    some systems do, so that scales which depend on a batch's other tokens turn up as ratios of unmoved weights."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean entropy that is added to the objective."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"

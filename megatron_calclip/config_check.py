@@ -211,6 +211,11 @@ def _check_training(config: Config) -> None:
             "servers that sleep during training cannot draw ahead; use rollout.max_staleness: 0",
         )
     _check(
+        config.algorithm.old_log_probs == "matched" or config.algorithm.num_minibatches > 1,
+        "algorithm.old_log_probs",
+        "mismatched needs other micro-batches than those that train; use algorithm.num_minibatches above 1",
+    )
+    _check(
         rollout.max_staleness == 0 or config.algorithm.importance.level != "off",
         "rollout.max_staleness",
         "completions from older weights bias the gradient without a correction; use algorithm.importance.level: token",

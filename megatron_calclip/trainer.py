@@ -102,6 +102,8 @@ class Trainer:
         self.reference = ReferencePolicy(self.learner, self.run_dir) if config.algorithm.kl.coefficient else None
         for line in remarks(config, self.learner.shape):
             self.tracker.say(f"precision: {line}")
+        if config.algorithm.old_log_probs == "mismatched":
+            self.tracker.say("EXPERIMENT: pi_old is computed over other micro-batches than those that train")
         self.calibration = CalibrationLoop(config, self.learner, self.tracker)
         self.alarms = Alarms(config.alarms)
         self.checkpoints = RunCheckpoints(
@@ -185,8 +187,10 @@ class Trainer:
             prepared = self.learner.prepare(trajectories, num_minibatches=self.config.algorithm.num_minibatches)
             if self.step == 0 and self.learner.warm_up(prepared):
                 self.sync_weights.restart_canary()
+            matched = self.config.algorithm.old_log_probs == "matched"
+            source = prepared if matched else self.learner.prepare(trajectories, num_minibatches=1)
             # Complete on every rank: sequence-level weights need whole sequences, which context parallelism divides.
-            old = self.learner.gather_tokens(self.learner.log_probs(prepared).log_probs)
+            old = self.learner.gather_tokens(self.learner.log_probs(source).log_probs)
             batch = batch.with_log_probs(old_log_probs=old)
             if self.reference is not None:
                 reference = self.learner.gather_tokens(self.reference.log_probs(prepared))
@@ -322,8 +326,10 @@ class Trainer:
 
     @property
     def skips_on_policy_check(self) -> bool:
-        """Delayed scaling's scales move from pass to pass, so its ratios are near 1, not at 1."""
-        return self.config.precision.recipe == "tensorwise_delayed"
+        """Delayed scaling's scales move from pass to pass; other micro-batches for pi_old are the experiment itself."""
+        return (
+            self.config.precision.recipe == "tensorwise_delayed" or self.config.algorithm.old_log_probs == "mismatched"
+        )
 
     def bapo_bounds(self, prepared: PreparedBatch, minibatch: int, tokens: PolicyTokens) -> ClipBounds:
         """BAPO's bounds for one update, from a forward pass over its mini-batch."""

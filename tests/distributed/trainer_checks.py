@@ -81,6 +81,7 @@ def check_trainer(checks: Checks, root: Path, _: Path) -> None:
             )
     check_without_fp8(checks, root)
     check_one_step_off_policy(checks, root, rows["DP2"])
+    check_mismatched_old_log_probs(checks, root)
     last = rows["DP2"][-1]
     trains = last["grad_norm"] > 0 and last["updates/applied"] == 4 and last["clip/low_negative"] > 0
     checks.true("trainer: it trains", trains)
@@ -133,3 +134,22 @@ def check_one_step_off_policy(checks: Checks, root: Path, on_policy: list[dict[s
     checks.true("trainer ahead: older weights show as a mismatch", differs)
     for index, (actual, wanted) in enumerate(zip(*rows, strict=True)):
         checks.close(f"trainer ahead: step {index} in both layouts", actual, wanted, tolerance=5e-5)
+
+
+def check_mismatched_old_log_probs(checks: Checks, root: Path) -> None:
+    """pi_old over other micro-batches: with per-tensor scales unmoved weights have ratios other than 1."""
+    deviations = {}
+    for kind in ("matched", "mismatched"):
+        settings = SETTINGS | {
+            "precision": {"params_dtype": "bf16", "recipe": "tensorwise", "backend": "emulated"},
+            "algorithm": SETTINGS["algorithm"] | {"old_log_probs": kind, "num_epochs": 1},
+            "optimizer": {"lr": 1e-12},
+            "train": SETTINGS["train"] | {"num_steps": 1},
+            "run_dir": str(root / kind),
+        }
+        config = config_from_dict(settings)
+        with layout(config) as runtime:
+            Trainer(config, runtime).run()
+        row = json.loads((root / kind / "metrics.jsonl").read_text().splitlines()[-1])
+        deviations[kind] = max(row["ratio/max"] - 1, 1 - row["ratio/min"])
+    checks.true(f"trainer: matched pi_old {deviations}", deviations["matched"] < 1e-3 < 1e-2 < deviations["mismatched"])

@@ -1,0 +1,94 @@
+"""What FP8 does to the clip, what calibration repairs of it, and what it does not: runs, and tables of them.
+
+    python -m examples.study --variant short     # minutes: the machinery
+    python -m examples.study                     # the hour: tensorwise with all arms, other recipes with two, three seeds
+    python -m examples.study --variant full      # hours
+    python -m examples.study --tables-only       # tables of what is there
+
+Runs that are there and complete are not repeated: it may be stopped and started again, and the tables are valid for what
+there is. `runs/study/<variant>/tables.md` and `results.json` are written after each run; `megatron-calclip report` draws
+the curves of any of the run folders.
+
+It is a toy: 0.4M parameters, a generated task, noise dialled in. It shows the statistics of clipping and their repair. Whether a
+better clip earns reward is measured, too, and in this toy it does not; see the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.study.arms import ARMS, RECIPE_OVERRIDES, VARIANTS, Variant
+from examples.study.tables import Run, summarise, write_tables
+from megatron_calclip.config_file import load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "conf" / "noisy_cpu.yaml")
+COMMON = ("eval.every=0", "checkpoint={save_every: 0, keep_best: false}", "tracking.tensorboard=false")
+
+
+def train(overrides: Sequence[str], folder: Path) -> bool:
+    """Train, unless the run is there and complete; whether it trained. Output goes to `folder/output.txt`."""
+    overrides = [*COMMON, *overrides, f"run_dir={folder}"]
+    if Run.steps_done(folder) >= load_config(CONFIG, overrides).train.num_steps:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(ROOT / "examples" / "grpo_fp8.py"), CONFIG, *overrides]
+    with (folder / "output.txt").open("w") as output:
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
+    return True
+
+
+def start_of(recipe: str, variant: Variant, runs: Path) -> list[str]:
+    """Overrides that load a recipe's supervised start as an ordinary model; a run of one step makes it where it is missing."""
+    from megatron_calclip import warm_start  # Megatron: seconds that the tables alone do not need
+
+    overrides = [f"precision.recipe={recipe}", *RECIPE_OVERRIDES.get(recipe, ()), *variant.overrides]
+    start = warm_start.cached_folder(load_config(CONFIG, overrides))
+    if not start.is_dir():
+        print(f"supervised start of {recipe} ...", flush=True)
+        train([*overrides, "train.num_steps=1"], runs / f"start_{recipe}")
+    loads = [f"model.hf={start}", "model.shape=null", "model.warm_start.num_steps=0"]
+    return [one for one in overrides if not one.startswith("model.")] + loads
+
+
+def folder_of(runs: Path, recipe: str, arm: str, seed: int) -> Path:
+    """Where a run lies."""
+    return runs / f"{recipe}-{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=VARIANTS, default="hour")
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of all runs")
+    parser.add_argument("--tables-only", action="store_true", help="run nothing")
+    arguments = parser.parse_args(argv)
+    variant, runs = VARIANTS[arguments.variant], arguments.runs / arguments.variant
+    # Seed by seed, so that a study that is stopped has whole rounds of all arms.
+    wanted = [(recipe, arm, seed) for seed in variant.seeds for recipe, arms in variant.recipes.items() for arm in arms]
+    for number, (recipe, arm, seed) in enumerate(wanted, 1):
+        if arguments.tables_only:
+            break
+        print(f"{number}/{len(wanted)}  {recipe}: {arm}, seed {seed}", flush=True)
+        start = start_of(recipe, variant, runs)
+        overrides = [*start, f"train.num_steps={variant.steps}", f"train.seed={seed}", *ARMS[arm]]
+        train(overrides, folder_of(runs, recipe, arm, seed))
+    found = [
+        Run(recipe, arm, seed, folder)
+        for recipe, arm, seed in wanted
+        if Run.steps_done(folder := folder_of(runs, recipe, arm, seed)) > 0
+    ]
+    results = summarise(found)
+    runs.mkdir(parents=True, exist_ok=True)
+    (runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(write_tables(results, runs / "tables.md"))
+
+
+if __name__ == "__main__":
+    main()
