@@ -1,1 +1,1 @@
-"""Benchmarks of single parts; run one with `python -m benchmarks.<name>`."""
+"""Benchmarks of single parts: `python -m benchmarks` runs all, `python -m benchmarks.<name>` one."""

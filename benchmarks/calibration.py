@@ -41,7 +41,6 @@ import ctypes
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -54,6 +53,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.algorithms.bootstrap import poisson_weights
 from megatron_calclip.algorithms.calibration import CalibrationSettings, ClipCalibrator
 
@@ -278,6 +278,22 @@ def print_table(runs: list[dict[str, Measurement]], num_tokens: int) -> bool:
     return speedup >= REQUIRED_SPEEDUP and memory_share <= REQUIRED_MEMORY_SHARE
 
 
+def compare(runs: list[dict[str, Measurement]]) -> list[Result]:
+    """Speed and memory of ours by the peers'."""
+
+    def speed(ours: str, peer: str, goal: float | None = None) -> Result:
+        ratios = [run[peer].seconds / run[ours].seconds for run in runs]
+        return Result.of(ours, peer, "x speed", ratios, goal=goal)
+
+    memory = [run[OURS].extra_mib / run["quantile"].extra_mib for run in runs]
+    return [
+        speed(OURS, "quantile"),  # which finds less
+        speed(OURS, "quantile + balance", REQUIRED_SPEEDUP),
+        speed("ours, bootstrap", BOOTSTRAP_PEER),
+        Result.of(OURS, "quantile", "x memory", memory, goal=REQUIRED_MEMORY_SHARE, better="lower"),
+    ]
+
+
 def measure_run(token_fraction: float) -> dict[str, float]:
     """Shares of a tiny run's cost that one calibration in `RUN_STEPS` steps has."""
     with tempfile.TemporaryDirectory() as folder:
@@ -302,6 +318,17 @@ def measure_run(token_fraction: float) -> dict[str, float]:
     }
 
 
+def compare_run(run: dict[str, float]) -> list[Result]:
+    """Shares of a run's cost."""
+    fraction = run["token_fraction"]
+    goals = {"seconds": REQUIRED_SECONDS_SHARE if fraction == 1 else None, "flops": REQUIRED_FLOPS_SHARE[fraction]}
+    what = f"one calibration in {RUN_STEPS} steps, token_fraction {fraction}"
+    return [
+        Result(what, "the whole run", f"of its {name}", run[f"{name}_share"], goal, "lower")
+        for name, goal in goals.items()
+    ]
+
+
 def measure_runs(output: Path) -> int:
     """Measure, print and write the shares; the exit status."""
     runs = [measure_run(fraction) for fraction in REQUIRED_FLOPS_SHARE]
@@ -312,7 +339,7 @@ def measure_runs(output: Path) -> int:
             f"tiny run, {RUN_STEPS} steps, one calibration, token_fraction {run['token_fraction']}: "
             f"{run['seconds_share']:.2%} of {run['seconds']:.0f} s, {run['flops_share']:.2%} of the FLOPs"
         )
-    output.write_text(json.dumps({"runs": runs, "met": met}, indent=1) + "\n")
+    write_report(output, [result for run in runs for result in compare_run(run)], runs=runs)
     return 0 if met else 1
 
 
@@ -322,13 +349,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="10^6 tokens and a single repetition")
     parser.add_argument("--tokens", type=int, default=10_000_000)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/calibration.json"))
+    parser.add_argument("--output", type=Path, help=f"default: {FOLDER}/calibration.json, calibration_run.json")
     parser.add_argument("--run", action="store_true", help="measure the share of a run instead")
     parser.add_argument("--measure", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    output = arguments.output or FOLDER / ("calibration_run.json" if arguments.run else "calibration.json")
     if arguments.run:
-        return measure_runs(arguments.output.with_stem(f"{arguments.output.stem}_run"))
+        return measure_runs(output)
     if arguments.measure:
         print(json.dumps(asdict(measure(arguments.measure, arguments.tokens))))
         return 0
@@ -340,13 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_agreement(run)
         runs.append(run)
     met = print_table(runs, arguments.tokens)
-    report = {
-        "tokens": arguments.tokens,
-        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
-        "runs": [{variant: asdict(found) for variant, found in run.items()} for run in runs],
-        "met": met,
-    }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    rows = [{variant: asdict(found) for variant, found in run.items()} for run in runs]
+    write_report(output, compare(runs), tokens=arguments.tokens, runs=rows)
     return 0 if met else 1
 
 

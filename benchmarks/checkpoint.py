@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint: written in the background against written at once, in the same run.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.checkpoint [--hidden-size 768] [--repetitions 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.checkpoint [--quick] [--hidden-size 768] [--repetitions 5]
 
 One process, a randomly initialised model in BF16 with FP32 masters and Adam's moments (14 bytes a parameter), which has
 done a step. In turns, a checkpoint is saved at once, and begun in the background and finished after as much training as it
@@ -14,7 +14,6 @@ Left out on purpose: reading a checkpoint, and other numbers of ranks, which wri
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.results import FOLDER, Result, write_report
 
 ASKED = 0.20
 MAX_WAITING_STEPS = 500
@@ -87,8 +88,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden-size", type=int, default=768)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the figures as JSON, too")
+    parser.add_argument("--quick", action="store_true", help="two repetitions")
+    parser.add_argument("--output", type=Path, default=FOLDER / "checkpoint.json")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repetitions = 2
     learner, step, tokenizer = make(arguments.hidden_size)
     from megatron_calclip.learner import checkpoint
 
@@ -125,8 +129,9 @@ def main() -> int:
     met = "yes" if medians["ratio"] <= ASKED else "no"
     print(f"{'share':<34}{medians['ratio']:8.1%}   asked {ASKED:.0%}, met: {met}")
     print(f"{'a step beside the writer':<34}{medians['step_beside']:8.2f} x a step alone")
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"medians": medians, "rows": rows}, indent=1) + "\n")
+    ratios = [row["ratio"] for row in rows]
+    result = Result.of("stall, saved in the background", "saved at once", "x time", ratios, goal=ASKED, better="lower")
+    write_report(arguments.output, [result], medians=medians, rows=rows)
     return int(medians["ratio"] > ASKED)
 
 

@@ -3,6 +3,7 @@
     pip install -c constraints.txt -e '.[bench]'
     python -m benchmarks.learner                              # a quarter of an hour
     python -m benchmarks.learner --models 1M --dtypes fp32    # two minutes
+    python -m benchmarks.learner --quick                      # 1M, three repetitions
 
 Every arm takes the same weights and token lists (32 sequences with prompts of 16 tokens) through the same step:
 forward, clipped GRPO loss as a mean over tokens, backward, gradient clipping, AdamW. Before anything is timed, the
@@ -34,10 +35,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -52,6 +51,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.batch import Completion, Prompt, TrainingBatch, Trajectories
 
@@ -399,16 +399,30 @@ class Arms:
             process.join()
 
 
-def summarize(case: Case, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def compare(case: Case, seconds: dict[str, list[float]]) -> dict[str, Result]:
+    """Our speed as a multiple of each other arm's."""
+    goals = {peer: ASKED[case.lengths] for peer in PEERS}
+    what = f"step, {case.model} {case.dtype}, {case.lengths}"
+    names = {"sorted": "transformers, sorted", "bound": "bare products"}
+    return {
+        arm: Result.of(
+            what,
+            names.get(arm, arm),
+            "x speed",
+            [theirs / ours for theirs, ours in zip(seconds[arm], seconds["ours"], strict=True)],
+            goal=goals.get(arm),
+        )
+        for arm in ARMS
+        if arm != "ours"
+    }
+
+
+def summarize(case: Case, seconds: dict[str, list[float]], results: dict[str, Result]) -> dict[str, Any]:
     """Tokens per second of every arm, and our speed as a multiple of each other's, all medians."""
     num_tokens = sum(LENGTHS[case.lengths])
-
-    def speed_up(arm: str) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[arm], seconds["ours"], strict=True))
-
-    ratios = {arm: speed_up(arm) for arm in ARMS if arm != "ours"}
+    ratios = {arm: result.ratio for arm, result in results.items()}
     rates = {arm: num_tokens / statistics.median(values) for arm, values in seconds.items()}
-    met = all(ratios[peer] >= ASKED[case.lengths] for peer in PEERS)
+    met = all(results[peer].met for peer in PEERS)
     return {**asdict(case), "tokens": num_tokens, "tokens_per_second": rates, "speed_up": ratios, "met": met}
 
 
@@ -426,39 +440,35 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all cases, print the table, and write all numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="the smaller model and three repetitions")
     parser.add_argument("--models", nargs="+", choices=["1M", "5M"], default=["1M", "5M"])
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/learner.json"))
+    parser.add_argument("--output", type=Path, default=FOLDER / "learner.json")
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.models, arguments.repetitions = ["1M"], 3
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     print(
         f"{'':19} {'ours t/s':>8} {'trl':>8} {'transf.':>8} {'x trl':>6} {'x transf':>8} "
         f"{'asked':>6} {'x sorted':>8} {'bound':>6}  met"
     )
     rows, runs = [], []
+    results: list[Result] = []
     for dtype in arguments.dtypes:
         arms = Arms()
         for model in arguments.models:
             for lengths in arguments.lengths:
                 case = Case(model, dtype, lengths)
                 seconds = arms.measure(case, arguments.repetitions)
-                rows.append(summarize(case, seconds))
+                compared = compare(case, seconds)
+                results += compared.values()
+                rows.append(summarize(case, seconds, compared))
                 runs.append({**asdict(case), "cpu_seconds": seconds})
                 print_row(rows[-1])
         arms.close()
-    report = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "load": os.getloadavg(),
-        },
-        "summary": rows,
-        "runs": runs,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, results, summary=rows, runs=runs)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.learner.logprobs import linear_token_log_probs, token_log_probs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -73,16 +73,17 @@ COMPARISONS = (
     Comparison("forward + backward in place", "tiled_backward_inplace", "naive_backward", 1 / 2, 0.60),
     Comparison("fused linear, forward", "linear_forward", "matmul", 1.15),
 )
-Result = tuple[Tensor, Tensor | None]
+LogProbs = tuple[Tensor, Tensor | None]
+"""Log-probs, and entropies where they are asked for."""
 
 
-def naive_forward(logits: Tensor, targets: Tensor) -> Result:
+def naive_forward(logits: Tensor, targets: Tensor) -> LogProbs:
     """The usual formula."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def naive_backward(logits: Tensor, targets: Tensor) -> Result:
+def naive_backward(logits: Tensor, targets: Tensor) -> LogProbs:
     """The usual formula with gradients through the log-probs and a detached entropy."""
     log_p = torch.log_softmax(logits.requires_grad_().float(), dim=-1)
     with torch.no_grad():
@@ -92,19 +93,19 @@ def naive_backward(logits: Tensor, targets: Tensor) -> Result:
     return log_probs.detach(), entropy
 
 
-def tiled_forward(logits: Tensor, targets: Tensor) -> Result:
+def tiled_forward(logits: Tensor, targets: Tensor) -> LogProbs:
     """Ours, forward."""
     return token_log_probs(logits, targets, with_entropy=True)
 
 
-def tiled_backward(logits: Tensor, targets: Tensor) -> Result:
+def tiled_backward(logits: Tensor, targets: Tensor) -> LogProbs:
     """Ours, forward and backward."""
     log_probs, entropy = token_log_probs(logits.requires_grad_(), targets, with_entropy=True)
     log_probs.sum().backward()
     return log_probs.detach(), entropy
 
 
-def tiled_backward_inplace(logits: Tensor, targets: Tensor) -> Result:
+def tiled_backward_inplace(logits: Tensor, targets: Tensor) -> LogProbs:
     """Ours, with the gradient written over the logits; a view stands for the output of a model."""
     owned = logits.requires_grad_().view_as(logits)
     log_probs, entropy = token_log_probs(owned, targets, with_entropy=True, inplace_backward=True)
@@ -119,7 +120,7 @@ def matmul(hidden: Tensor, weight: Tensor) -> None:
         torch.mm(block, weight.t(), out=out[: len(block)])
 
 
-def linear_forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> Result:
+def linear_forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> LogProbs:
     """Ours, fused with the output linear."""
     return linear_token_log_probs(hidden, weight, targets, with_entropy=True)
 
@@ -151,7 +152,7 @@ def memory_kib(field: str) -> int:
     return int(status.split(f"{field}:")[1].split()[0])
 
 
-def max_errors(result: Result, logits: Tensor, targets: Tensor) -> tuple[float, float]:
+def max_errors(result: LogProbs, logits: Tensor, targets: Tensor) -> tuple[float, float]:
     """Largest absolute error of log-prob and entropy to float64, over the rows of `logits`."""
     log_p = torch.log_softmax(logits.double(), dim=-1)
     rows = slice(len(logits))
@@ -166,19 +167,19 @@ def measure(variant: str, problem: Problem) -> dict[str, float]:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, problem.vocab_size, (problem.num_tokens,), generator=generator)
-    call: Callable[[slice], Result | None]
+    call: Callable[[slice], LogProbs | None]
     if variant in LOGITS_VARIANTS:
         logits = make_logits(problem, generator)
         checked = logits[:NUM_CHECKED_TOKENS].clone()
 
-        def call(rows: slice) -> Result | None:
+        def call(rows: slice) -> LogProbs | None:
             return LOGITS_VARIANTS[variant](logits.detach()[rows], targets[rows])
     else:
         hidden = make_on_grid(problem.num_tokens, 1.0, problem, generator)
         weight = make_on_grid(problem.vocab_size, LOGIT_SCALE / problem.hidden_size**0.5, problem, generator)
         checked = hidden[:NUM_CHECKED_TOKENS] @ weight.t()
 
-        def call(rows: slice) -> Result | None:
+        def call(rows: slice) -> LogProbs | None:
             if variant == "linear_forward":
                 return linear_forward(hidden[rows], weight, targets[rows])
             matmul(hidden[rows], weight)
@@ -234,6 +235,26 @@ def summarize(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str,
     }
 
 
+def compare(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, float]]]) -> list[Result]:
+    """Time and memory of ours by the baseline's."""
+    goals = {
+        "x time": ("cpu_seconds", comparison.max_time_share),
+        "x memory": ("extra_gib", comparison.max_memory_share),
+    }
+    return [
+        Result.of(
+            f"{comparison.title}, {dtype}",
+            comparison.baseline.replace("_", " "),
+            unit,
+            [run[comparison.variant][key] / run[comparison.baseline][key] for run in runs],
+            goal=goal,
+            better="lower",
+        )
+        for unit, (key, goal) in goals.items()
+        if goal is not None
+    ]
+
+
 def print_table(rows: Sequence[dict[str, object]]) -> None:
     """One line for each comparison; a speed-up of 5 is a time share of 1/5."""
     print(
@@ -259,7 +280,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the fused form")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/logprobs.json"))
+    parser.add_argument("--output", type=Path, default=FOLDER / "logprobs.json")
     parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "PROBLEM"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -283,16 +304,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
     rows = [summarize(comparison, dtype, runs[dtype]) for dtype in runs for comparison in COMPARISONS]
     print_table(rows)
-    report = {
-        "tokens": arguments.tokens,
-        "vocab": arguments.vocab,
-        "hidden": arguments.hidden,
-        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
-        "summary": rows,
-        "runs": runs,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    results = [result for dtype in runs for each in COMPARISONS for result in compare(each, dtype, runs[dtype])]
+    sizes = {"tokens": arguments.tokens, "vocab": arguments.vocab, "hidden": arguments.hidden}
+    write_report(arguments.output, results, **sizes, summary=rows, runs=runs)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.precision                              # both models, all recipes: about ten minutes
     python -m benchmarks.precision --models 4M --recipes rowwise  # about one
+    python -m benchmarks.precision --quick                      # the small model, three repetitions
 
 One learner computes in BF16, another, with the same weights, in a recipe; both hold BF16 parameters with FP32 masters,
 and one micro-batch of 16 sequences of 128 tokens. Two ratios are taken:
@@ -21,9 +22,6 @@ recipes are (tests).
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
@@ -35,6 +33,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.batch import Completion, Prompt, ScoredTokens, Trajectories
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_from_dict
@@ -156,6 +155,22 @@ def bare_products(model: str) -> Callable[[], None]:
     return run
 
 
+def compare(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """Step and shadow pass of each row by BF16's."""
+    return [
+        Result.of(
+            f"{part}, {row['model']} {row['recipe']}{' + fp8_param' if row['fp8_param'] else ''}",
+            "BF16",
+            "x time",
+            [second / first for first, second in row[f"{part}s" if part == "step" else "forwards"]],
+            goal=row[f"{part}_goal"],
+            better="lower",
+        )
+        for row in rows
+        for part in ("step", "shadow")
+    ]
+
+
 def median_ratio(pairs: Sequence[tuple[float, float]]) -> float:
     """Of the second kind of work over the first."""
     return statistics.median(second / first for first, second in pairs)
@@ -212,26 +227,19 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write all numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="the smaller model and three repetitions")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--recipes", nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/precision.json"))
+    parser.add_argument("--output", type=Path, default=FOLDER / "precision.json")
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.models, arguments.repetitions = ["4M"], 3
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     print(f"{'':36} BF16 s products   step  asked  shadow  asked  met")
     rows = [row for model in arguments.models for row in measure(model, arguments.recipes, arguments.repetitions)]
-    report = {
-        "tokens": NUM_TOKENS,
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "load": os.getloadavg(),
-        },
-        "rows": rows,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, compare(rows), tokens=NUM_TOKENS, rows=rows)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip import warm_start
 from megatron_calclip.algorithms.calibration_report import CalibrationReport
 from megatron_calclip.algorithms.calibration_settings import START, CalibrationSettings
@@ -51,6 +52,8 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 """Overrides of each arm. The first steps are left out of the multiples: Adam's first updates are not typical."""
 FIRST_STEP = 5
+ASKED: dict[str, tuple[float, Literal["higher", "lower"]]] = {"vanilla": (2.0, "higher"), "calibrated": (1.4, "lower")}
+"""Multiples at the lower bound: over-clipping that can be seen, and its repair."""
 PAPER_GRID = CalibrationSettings.paper().grid_lower
 NEVER = 10**9
 """Tail tokens that no run has: a replay that asks for so many keeps its start bounds."""
@@ -172,6 +175,21 @@ def judge_bf16(runs: dict[int, Path]) -> Row:
 JUDGES = {"vanilla": judge_vanilla, "calibrated": judge_calibrated, "bf16": judge_bf16}
 
 
+def compare(results: dict[str, Row]) -> list[Result]:
+    """Over-clip multiples at the lower bound; seeds are the repetitions."""
+    compared = []
+    for arm, (goal, better) in ASKED.items():
+        found = results.get(arm, {})
+        if found.get("low_multiple") is not None:
+            seeds = [
+                value for key, value in found.items() if key.startswith("low_multiple, seed") and value is not None
+            ]
+            spread = (min(seeds), max(seeds)) if len(seeds) > 1 else None
+            what = f"clips at the lower bound, {arm}"
+            compared.append(Result(what, "BF16", "x tokens", found["low_multiple"], goal, better, spread))
+    return compared
+
+
 def print_results(results: dict[str, Row]) -> None:
     """One line for each number."""
     width = max(len(name) for found in results.values() for name in found)
@@ -187,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=Path("runs/regime"), help="folder of the runs")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/regime.json"))
+    parser.add_argument("--output", type=Path, default=FOLDER / "regime.json")
     arguments = parser.parse_args(argv)
     results: dict[str, Row] = {}
     start = [f"model.hf={start_folder(arguments.runs)}", "model.shape=null", "model.warm_start.num_steps=0"]
@@ -197,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train([*start, *ARMS[arm], f"train.seed={seed}"], folder)
         results[arm] = JUDGES[arm](runs)
     print_results(results)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+    write_report(arguments.output, compare(results), arms=results)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ One in a hundred explodes: `9^{9^{9}}`, which no machine can write out.
 
 math-verify (`parse` of the completion, `verify`, with its defaults; golds parsed once) runs alone in a process of its
 own with a time-out of N seconds for each of the two; ours gets N seconds of CPU for a completion, and two workers.
-Both start, import and warm up before the clock runs. Each repetition draws answers anew; ours and theirs alternate,
-and the speed-up is the median of the ratios within a repetition. `ordinary` is measured without the exploding answers.
-Accuracy is printed beside speed: both score the same completions, whose right verdicts are known.
+Both start, import and warm up on the same expressions before the clock runs. Each repetition draws answers anew; ours
+and theirs alternate, and the speed-up is the median of the ratios within a repetition. `ordinary` is measured without
+the exploding answers. Accuracy is printed beside speed: both score the same completions, whose right verdicts are known.
 
 math-verify's time-out is a signal, which waits for the end of a C call: where an exploding answer becomes one, its
 process hangs, and is ended after `--patience` seconds; then the ratio over all is a lower bound.
@@ -25,7 +25,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import statistics
 import time
@@ -35,9 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.config import RewardConfig
 from megatron_calclip.prompt import Prompt
 from megatron_calclip.rewards import RewardSample, make_scorer
+from megatron_calclip.rewards.math_symbols import SYNTAX
 
 NUM_WORKERS = 2
 MIN_SPEED_UP = 1.6
@@ -104,7 +105,8 @@ def _serve_peer(connection: Any, items: list[Item], timeout: int) -> None:
 
     logging.disable(logging.CRITICAL)
     references = {gold: parse(f"\\boxed{{{gold}}}", parsing_timeout=timeout) for gold in {item.gold for item in items}}
-    verify(references[items[0].gold], parse(r"\boxed{\frac{x}{2}}", parsing_timeout=timeout), timeout_seconds=timeout)
+    for text in SYNTAX:
+        verify(parse(f"${text}$"), parse(f"$\\boxed{{{text} + 1}}$"))
     connection.send(None)
     start = time.perf_counter()
     verdicts = [
@@ -189,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=int, default=5, help="seconds, of both")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds after which math-verify is ended")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/rewards.json"))
+    parser.add_argument("--output", type=Path, default=FOLDER / "rewards.json")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.answers, arguments.repetitions = 200, 1
@@ -207,16 +209,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for title, exploding in (("ordinary", False), ("one in 100 explodes", True))
     }
     print_table(rows)
-    report = {
-        "answers": arguments.answers,
-        "timeout_seconds": arguments.timeout,
-        "num_workers": NUM_WORKERS,
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average": os.getloadavg(),
-        "runs": rows,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    results = [
+        Result.of(
+            f"math rewards, {title}", "math-verify", "x speed", [run["speed_up"] for run in runs], goal=MIN_SPEED_UP
+        )
+        for title, runs in rows.items()
+    ]
+    sizes = {"answers": arguments.answers, "timeout_seconds": arguments.timeout, "num_workers": NUM_WORKERS}
+    write_report(arguments.output, results, **sizes, runs=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens per second of the embedded rollout engine against transformers' `generate`, in the same run.
 
-    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--device cpu] [--repetitions 7]
+    OMP_NUM_THREADS=1 python -m benchmarks.rollout [--quick] [--device cpu] [--repetitions 7]
 
 Both sample from the same randomly initialised Qwen3 of 0.6M parameters in FP32: 8 samples for each prompt,
 prompts of 8 to 16 tokens, temperature 1, at most 64 new tokens. In the case `full` every completion runs to
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.batch import SamplingParams
 from megatron_calclip.rollout.broadcast import BroadcastGroup, Muster
 from megatron_calclip.rollout.engine import Request
@@ -130,7 +132,7 @@ def tokens_per_second(runners: dict[str, Callable[[], int]], num_repetitions: in
     return {name: values[1:] for name, values in rates.items()}
 
 
-def print_fp8(num_repetitions: int) -> None:
+def compare_fp8(num_repetitions: int) -> list[Result]:
     """Tokens per second of the engine in each FP8 scheme, against BF16."""
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).eval()
     prompts = make_prompts(BATCH_SIZES[1])
@@ -141,9 +143,12 @@ def print_fp8(num_repetitions: int) -> None:
         runners[scheme] = engine_runner(engine, prompts, ())
     rates = tokens_per_second(runners, num_repetitions)
     print(f"{'emulated':>16} {'engine tok/s':>14} {'of BF16':>8}")
+    results = []
     for scheme, values in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(values, rates["bf16"], strict=True))
-        print(f"{scheme:>16} {statistics.median(values):>14,.0f} {ratio:>7.2f}x")
+        ratios = [a / b for a, b in zip(values, rates["bf16"], strict=True)]
+        results.append(Result.of(f"sampling, {scheme} emulated", "the engine in BF16", "x speed", ratios))
+        print(f"{scheme:>16} {statistics.median(values):>14,.0f} {results[-1].ratio:>7.2f}x")
+    return results[1:]
 
 
 def receive(place: dict[str, Any]) -> None:
@@ -164,7 +169,7 @@ def read(path: str, done: Any) -> None:
     done.set()
 
 
-def print_sync(num_repetitions: int) -> None:
+def compare_sync(num_repetitions: int) -> list[Result]:
     """GB/s of each way of weights to an engine."""
     model = AutoModelForCausalLM.from_config(SYNC_CONFIG, dtype=torch.bfloat16)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -212,19 +217,24 @@ def print_sync(num_repetitions: int) -> None:
             way()
             seconds[name].append(time.perf_counter() - began)
     print(f"{'weight sync':>16} {'GB/s':>8} {'of a copy':>10}   {num_bytes / 1e9:.2f} GB")
+    results = []
     for name, values in seconds.items():
-        ratio = statistics.median(
-            base / own for base, own in zip(seconds["copy in memory"][1:], values[1:], strict=True)
-        )
-        print(f"{name:>16} {num_bytes / 1e9 / statistics.median(values[1:]):>8.2f} {ratio:>9.2f}x")
+        ratios = [base / own for base, own in zip(seconds["copy in memory"][1:], values[1:], strict=True)]
+        results.append(Result.of(f"weight sync, {name}", "copy in memory", "x speed", ratios))
+        print(f"{name:>16} {num_bytes / 1e9 / statistics.median(values[1:]):>8.2f} {results[-1].ratio:>9.2f}x")
+    return results[1:]
 
 
 def main() -> int:
-    """Print one line per case and batch size."""
+    """Print one line per case and batch size, and write the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="three repetitions")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=FOLDER / "rollout.json")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repetitions = 3
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).to(arguments.device).eval()
     engine = LocalEngine(CONFIG, device=arguments.device)
@@ -232,7 +242,7 @@ def main() -> int:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters / 1e6:.2f}M parameters, {arguments.device}, {torch.get_num_threads()} thread(s)")
     print(f"{'case':>6} {'batch':>6} {'engine tok/s':>14} {'generate tok/s':>16} {'ratio':>7}")
-    slower = False
+    results = []
     for case, stop_tokens in CASES.items():
         for batch_size in BATCH_SIZES:
             prompts = make_prompts(batch_size)
@@ -244,11 +254,13 @@ def main() -> int:
                 arguments.repetitions,
             )
             ours, theirs = statistics.median(rates["engine"]), statistics.median(rates["generate"])
-            slower |= ours < theirs
-            print(f"{case:>6} {batch_size:>6} {ours:>14,.0f} {theirs:>16,.0f} {ours / theirs:>6.2f}x")
+            ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
+            results.append(Result.of(f"sampling, {case}, batch {batch_size}", "generate", "x speed", ratios, goal=1.0))
+            print(f"{case:>6} {batch_size:>6} {ours:>14,.0f} {theirs:>16,.0f} {results[-1].ratio:>6.2f}x")
+    slower = any(not result.met for result in results)
     if arguments.device == "cpu":
-        print_fp8(arguments.repetitions)
-        print_sync(arguments.repetitions)
+        results += compare_fp8(arguments.repetitions) + compare_sync(arguments.repetitions)
+    write_report(arguments.output, results)
     return int(slower)
 
 

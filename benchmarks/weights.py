@@ -1,7 +1,7 @@
 """Speed and memory of conversion, and speed of the weight stream, beside what the machine can copy.
 
     python -m benchmarks.weights            # a random checkpoint of 1 GB: some minutes, 4 GB of disk
-    python -m benchmarks.weights --quick    # 0.2 GB
+    python -m benchmarks.weights --quick    # 0.2 GB, once
 
 Each conversion is a process of its own, started as a user starts it. Its peak resident size (ru_maxrss) holds interpreter,
 torch and everything that was read; the limit is 1.3 x twice the largest tensor + 1 GB. Its speed is that of the whole
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip.weights.mapping import ModelShape, hf_specs, mapped_tensors
 from megatron_calclip.weights.save import save_hf
 from megatron_calclip.weights.stream import ParallelGroups, stream_hf
@@ -168,6 +169,20 @@ def streams(hf: Path, *, repetitions: int) -> list[dict[str, float]]:
     return results
 
 
+def compare(converted: dict[str, Any], streamed: list[dict[str, float]], *, peak_limit: float) -> list[Result]:
+    """Speed by that of a copy, and memory by its limit."""
+    results = []
+    for name, runs in converted.items():
+        speed = [run["copy_seconds"] / run["seconds"] for run in runs]
+        peak = max(run["peak_bytes"] for run in runs)
+        results += [
+            Result.of(name, "file copy, flushed", "x speed", speed),
+            Result(name, "limit of resident memory", "x memory", peak / peak_limit, 1.0, "lower"),
+        ]
+    speed = [run["copy_seconds"] / run["seconds"] for run in streamed]
+    return [*results, Result.of("stream TP2 (gloo)", "copy in memory", "x speed", speed)]
+
+
 def report(
     shape: ModelShape, num_bytes: int, converted: dict[str, Any], streamed: list[dict[str, float]]
 ) -> dict[str, Any]:
@@ -206,15 +221,18 @@ def report(
 
 
 def main() -> None:
-    """Measure, print a table and a line of JSON."""
+    """Measure, print a table, and write all numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a checkpoint of a fifth of the size")
+    parser.add_argument("--quick", action="store_true", help="a checkpoint of a fifth of the size, once")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=FOLDER / "weights.json")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         stream_worker(arguments.worker, repetitions=arguments.repetitions)
         return
+    if arguments.quick:
+        arguments.repetitions = 1
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         hf = root / "hf"
@@ -222,7 +240,9 @@ def main() -> None:
         num_bytes = (hf / "model.safetensors").stat().st_size
         converted = conversions(root, hf, repetitions=arguments.repetitions)
         streamed = streams(hf, repetitions=arguments.repetitions)
-    print(json.dumps(report(shape, num_bytes, converted, streamed)))
+    summary = report(shape, num_bytes, converted, streamed)
+    results = compare(converted, streamed, peak_limit=summary["peak_limit"])
+    write_report(arguments.output, results, summary=summary)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ COMMANDS = {
         "megatron_calclip.commands.eval", "evaluate a model or a run's checkpoint: Avg@n, pass@k, maj@n with intervals"
     ),
     "samples": Command("megatron_calclip.commands.samples", "read a run's completions, token by token"),
+    "report": Command(
+        "megatron_calclip.commands.report", "write runs as one HTML page: curves, what the clip did, settings"
+    ),
     "diagnose": Command(
         "megatron_calclip.commands.diagnose", "measure what each FP8 recipe does to a model's importance ratios"
     ),

@@ -80,7 +80,8 @@ def find_config(name: str) -> Path:
     for candidate in (folder / name, folder / f"{name}.yaml"):
         if os.path.isfile(candidate):
             return candidate
-    shipped = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
+    # nemo_rl holds another framework's files
+    shipped = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml") if p.parent.name != "nemo_rl")
     raise UserError("CONFIG", f"no file {name!r}; give a path, or one of {', '.join(shipped)}")
 
 

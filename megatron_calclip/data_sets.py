@@ -15,7 +15,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePath
 
@@ -66,16 +66,8 @@ class DataSet:
             if reason is not None:
                 left_out.setdefault(reason, []).append(place)
         kept = [index for index, reason in enumerate(reasons) if reason is None]
-        return DataSet(
-            self.name,
-            self.source,
-            self.sha256,
-            self.preset,
-            [self.rows[index] for index in kept],
-            [self.places[index] for index in kept],
-            self.num_read,
-            left_out,
-        )
+        rows, places = [self.rows[index] for index in kept], [self.places[index] for index in kept]
+        return replace(self, rows=rows, places=places, left_out=left_out)
 
     def summary(self) -> str:
         """One line: rows, and what was left out with the first places of each reason."""

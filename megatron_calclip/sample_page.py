@@ -1,7 +1,7 @@
 """Completions of a run as one static HTML page: tokens coloured by importance ratio, clipped ones underlined.
 
-The page needs nothing but itself: no script, no font, no network. It follows the reader's light or dark setting and fits a
-phone. Everything from the run is escaped: what a policy writes is not to be trusted.
+Its frame is `html_page`'s: one file that loads nothing. Everything from the run is escaped: what a policy writes is not to be
+trusted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from megatron_calclip.html_page import document
+
 Sample = Mapping[str, Any]
 
 CLIP_NAMES = {"l": "clipped at the lower bound", "h": "clipped at the upper bound", "d": "clipped at the dual bound"}
@@ -18,15 +20,10 @@ CLIP_NAMES = {"l": "clipped at the lower bound", "h": "clipped at the upper boun
 _LEVELS = (0.1, 0.5, 1.0)
 
 _STYLE = """
-:root { color-scheme: light dark; --page: #fdfdfc; --card: #fff; --ink: #1d1d1f; --soft: #62626a; --line: #dcdce0;
-  --d1: #e3eefc; --d2: #b9d6fa; --d3: #7fb5f5; --u1: #fdecd8; --u2: #fbd0a0; --u3: #f6a55c; --mark: #b3123a; }
-@media (prefers-color-scheme: dark) { :root { --page: #131316; --card: #1c1c21; --ink: #e9e9ec; --soft: #a0a0aa;
-  --line: #37373f; --d1: #1b2a3f; --d2: #1d4270; --d3: #1c5fae; --u1: #3a2a17; --u2: #6b4310; --u3: #a35c08;
-  --mark: #ff7a98; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+:root { --d1: #e3eefc; --d2: #b9d6fa; --d3: #7fb5f5; --u1: #fdecd8; --u2: #fbd0a0; --u3: #f6a55c; --mark: #b3123a; }
+@media (prefers-color-scheme: dark) { :root { --d1: #1b2a3f; --d2: #1d4270; --d3: #1c5fae; --u1: #3a2a17; --u2: #6b4310;
+  --u3: #a35c08; --mark: #ff7a98; } }
+body { max-width: 60rem; }
 .legend, .facts { color: var(--soft); font-size: .875rem; }
 article { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; }
 .facts { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: 0 0 .5rem; }
@@ -61,19 +58,7 @@ def page(title: str, samples: Sequence[Sample]) -> str:
         title: names the run.
         samples: rows of `samples.jsonl`, in the order in which they are shown.
     """
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{_STYLE}\n</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            _legend(),
-            *map(_article, samples),
-            "</body></html>\n",
-        ]
-    )
+    return document(title, style=_STYLE, body="\n".join([_legend(), *map(_article, samples)]))
 
 
 def _legend() -> str:

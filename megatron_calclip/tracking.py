@@ -27,6 +27,7 @@ from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.evaluation import SetResult
 from megatron_calclip.evaluation_report import ReportWriter
 from megatron_calclip.metrics import is_known
+from megatron_calclip.versions import versions
 
 Row = Mapping[str, float]
 
@@ -88,6 +89,7 @@ class Tracker:
         with _writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+            (self.run_dir / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
             self.rewind(first_step)
             if t.tensorboard:
                 self._open_tensorboard()

@@ -152,7 +152,7 @@ def make_config(arguments: argparse.Namespace, target: Target) -> Config:
     options = [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value is not None]
     overrides = [
         "eval.num_prompts=null",
-        *(_hf_settings(target.folder) if target.kind == "hf" else []),
+        *(_hf_settings(target.folder, defaults=arguments.config is None) if target.kind == "hf" else []),
         *_ONE_RANK_EACH,
         f"run_dir={json.dumps(str(arguments.out))}",
         *options,
@@ -164,20 +164,26 @@ def make_config(arguments: argparse.Namespace, target: Target) -> Config:
     return load_config(name, overrides, world_size=launch_world_size())
 
 
-def _hf_settings(folder: Path) -> list[str]:
-    """Settings of a HF folder's model; those of a configuration that has its own come after the defaults here."""
+def _hf_settings(folder: Path, *, defaults: bool) -> list[str]:
+    """Settings of a HF folder's model.
+
+    Args:
+        folder: with its config.json.
+        defaults: also what a configuration would say, where there is none.
+    """
+    settings = [f"model.hf={json.dumps(str(folder))}", "model.shape=null", "model.tokenizer=null"]
+    if not defaults:
+        return settings
     try:
         context = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("MODEL", f"config.json of {folder} cannot be read ({error!r}); correct or replace it") from None
     return [
-        f"model.hf={json.dumps(str(folder))}",
-        "model.shape=null",
-        "model.tokenizer=null",
+        *settings,
         f"model.max_sequence_length={context}",
         f"eval.max_new_tokens={min(_MAX_NEW_TOKENS, context // 2)}",
-        "reward.name=math",
         "eval.sets=[]",
+        "reward.name=math",
     ]
 
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from types import ModuleType
+from typing import Any
 
 
-def require(module: str, *, framework: str, how: str) -> ModuleType:
+def require(module: str, *, framework: str, how: str) -> Any:
     """Import a module of another framework.
 
     Args:

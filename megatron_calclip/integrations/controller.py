@@ -285,8 +285,9 @@ class StateFolder:
 def _sum_over_world(state: Tensor) -> Tensor:
     if not dist.is_initialized():
         return state
-    # NCCL reduces what lies on its GPU; gloo what lies in host memory.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # NCCL reduces what lies on its GPU, gloo what lies in host memory; a group of both reduces either.
+    on_cpu = dist.get_backend() == "gloo" or not torch.cuda.is_available()
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     total = state.to(device, copy=True)
     dist.all_reduce(total)
     return total.cpu()

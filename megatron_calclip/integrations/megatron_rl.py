@@ -18,7 +18,6 @@ import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class RlCalibration:
         controller: of the run.
     """
 
-    def __init__(self, rl_utils: ModuleType, controller: ClipController) -> None:
+    def __init__(self, rl_utils: Any, controller: ClipController) -> None:
         self.rl_utils, self.controller = rl_utils, controller
         self._get_data, self._loss = rl_utils.get_grpo_data_iterator, rl_utils.calculate_grpo_loss
         self._loss_arguments = inspect.signature(self._loss)
@@ -202,7 +201,7 @@ class RlCalibration:
         )
 
 
-def calibrate(settings: Mapping[str, Any], rl_utils: ModuleType | None = None) -> RlCalibration | None:
+def calibrate(settings: Mapping[str, Any], rl_utils: Any = None) -> RlCalibration | None:
     """Wrap the two functions of `megatron.rl.rl_utils`; call it before `train_rl.py` runs.
 
     Args:
@@ -223,6 +222,6 @@ def calibrate(settings: Mapping[str, Any], rl_utils: ModuleType | None = None) -
     if controller is None:
         return None
     calibration = RlCalibration(rl_utils, controller)
-    rl_utils.get_grpo_data_iterator = calibration.get_grpo_data_iterator  # type: ignore[attr-defined]
-    rl_utils.calculate_grpo_loss = calibration.calculate_grpo_loss  # type: ignore[attr-defined]
+    rl_utils.get_grpo_data_iterator = calibration.get_grpo_data_iterator
+    rl_utils.calculate_grpo_loss = calibration.calculate_grpo_loss
     return calibration

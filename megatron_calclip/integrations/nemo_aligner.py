@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +35,17 @@ from megatron_calclip.integrations.shadow import framework_shadow_pass
 
 DEFAULT_IMPORTANCE_CAP = 2.0
 """C of truncated importance sampling, as in arXiv 2609.22870."""
+
+_ACTORS = "models.nlp.gpt"
+_MODULES = {
+    "grpo": (
+        f"nemo_aligner.experimental.grpo.{_ACTORS}.megatron_gpt_grpo_actor",
+        "nemo_aligner.experimental.grpo.algorithms.grpo",
+        "GRPOTrainer",
+    ),
+    "ppo": (f"nemo_aligner.{_ACTORS}.megatron_gpt_ppo_actor", "nemo_aligner.algorithms.ppo", "PPOTrainer"),
+}
+"""Modules of the actor model and of the trainer, and the trainer's class."""
 
 _SHADOW_OLD, _SHADOW_NEW, _ROWS = "calclip_shadow_old", "calclip_shadow_new", "calclip_rows"
 
@@ -61,11 +71,16 @@ class ClipRange(float):
         return self.bounds.upper + (one - 1.0)
 
 
-def calibrated_actor(actor: type) -> type:
-    """A subclass of NeMo-Aligner's `MegatronGPTActorModel` (GRPO or PPO) whose bounds can be set and whose ratios can be
-    measured. Without a measurement its training step is the base class's own."""
+def calibrated_actor(base: Any) -> type:
+    """A subclass of an actor whose bounds can be set and whose ratios can be measured.
 
-    class CalibratedActor(actor):  # type: ignore[misc, valid-type]
+    Without a measurement its training step is the base class's own.
+
+    Args:
+        base: NeMo-Aligner's `MegatronGPTActorModel` of GRPO or PPO.
+    """
+
+    class CalibratedActor(base):
         calclip_measurement: Measurement | None = None
         calclip_weights_unmoved = False
 
@@ -79,9 +94,8 @@ def calibrated_actor(actor: type) -> type:
             if "grpo" not in self.cfg:
                 self.ratio_eps = ClipRange(bounds)
                 return
-            from omegaconf import open_dict
-
-            with open_dict(self.cfg):
+            omegaconf = require("omegaconf", framework="OmegaConf", how="NeMo-Aligner cannot run without it")
+            with omegaconf.open_dict(self.cfg):
                 low, high = epsilons(bounds)
                 self.cfg.grpo.ratio_eps_low, self.cfg.grpo.ratio_eps_high = low, high
                 self.cfg.grpo.setdefault("dapo", {})
@@ -130,10 +144,11 @@ def calibrated_actor(actor: type) -> type:
         @torch.no_grad()
         def _calclip_add(self, measurement: Measurement, batch: Mapping[str, Tensor], logits: Tensor) -> None:
             from megatron.core import parallel_state
-            from nemo_aligner.utils.distributed import from_parallel_logits_to_logprobs
 
+            name = "nemo_aligner.utils.distributed"
+            distributed = require(name, framework="NeMo-Aligner", how="see docs/integrations.md")
             # Tensor-parallel ranks compute the log-probabilities together, and one of them counts the tokens.
-            log_probs = from_parallel_logits_to_logprobs(
+            log_probs = distributed.from_parallel_logits_to_logprobs(
                 vocab_parallel_logits=logits.detach(),
                 target=batch["response_tokens"].to(logits.device),
                 inference_only=True,
@@ -161,13 +176,17 @@ def calibrated_actor(actor: type) -> type:
                 weights_unmoved=self.calclip_weights_unmoved,
             )
 
-    return CalibratedActor
+    return _named_like(CalibratedActor, base)
 
 
-def calibrated_trainer(trainer: type) -> type:
-    """A subclass of NeMo-Aligner's `GRPOTrainer` or `PPOTrainer` that calibrates; its model is a `calibrated_actor`."""
+def calibrated_trainer(base: Any) -> type:
+    """A subclass of a trainer that calibrates.
 
-    class CalibratedTrainer(trainer):  # type: ignore[misc, valid-type]
+    Args:
+        base: NeMo-Aligner's `GRPOTrainer` or `PPOTrainer`; its model has to be of a class that `calibrated_actor` made.
+    """
+
+    class CalibratedTrainer(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._calclip_start()
@@ -177,9 +196,8 @@ def calibrated_trainer(trainer: type) -> type:
             self._calclip_cap = float(settings.pop("importance_cap", DEFAULT_IMPORTANCE_CAP))
             name = "model.grpo.calclip" if "grpo" in self.model.cfg else "model.ppo.calclip"
             self.calclip = ClipController.from_settings(settings, where=name)
-            folder = getattr(
-                self.ckpt_callback, "dirpath", None
-            )  # a run without checkpoints has a stand-in without one
+            # A run without checkpoints has a stand-in for the callback, which has no folder.
+            folder = getattr(self.ckpt_callback, "dirpath", None)
             self._calclip_states = StateFolder(Path(folder) / "calclip") if folder else None
             if self.calclip is not None:
                 self.model.calclip_check()
@@ -234,24 +252,31 @@ def calibrated_trainer(trainer: type) -> type:
             if self.calclip is not None and self._calclip_states is not None:
                 self._calclip_states.load(self.calclip, self.step)
 
-    if not hasattr(trainer, "create_grpo_training_data_from_inferences"):
+    if not hasattr(base, "create_grpo_training_data_from_inferences"):
         del CalibratedTrainer.create_grpo_training_data_from_inferences
-    return CalibratedTrainer
+    return _named_like(CalibratedTrainer, base)
 
 
-def calibrate(script: ModuleType) -> ModuleType:
-    """Let NeMo-Aligner's own training script (`train_gpt_grpo` or `train_gpt_ppo_actor`) use calibrated classes.
+def calibrate(algorithm: Literal["grpo", "ppo"]) -> None:
+    """Put calibrated classes in the place of NeMo-Aligner's own, before its training script imports them.
 
     Args:
-        script: the imported script; call its `main()` afterwards.
+        algorithm: `grpo` (branch llama-nemotron-dev, `train_gpt_grpo.py`) or `ppo` (0.7.0, `train_gpt_ppo_actor.py`).
 
     Raises:
-        ImportError: when NeMo-Aligner is missing.
+        ImportError: when this NeMo-Aligner has no such algorithm, or NeMo is missing.
     """
-    require(
-        "nemo_aligner", framework="NeMo-Aligner (0.7.0, or branch llama-nemotron-dev)", how="see docs/integrations.md"
-    )
-    script.MegatronGPTActorModel = calibrated_actor(script.MegatronGPTActorModel)  # type: ignore[attr-defined]
-    name = "GRPOTrainer" if hasattr(script, "GRPOTrainer") else "PPOTrainer"
-    setattr(script, name, calibrated_trainer(getattr(script, name)))
-    return script
+    actor_name, trainer_name, trainer_class = _MODULES[algorithm]
+    version = "the branch llama-nemotron-dev" if algorithm == "grpo" else "0.7.0"
+    framework, how = f"NeMo-Aligner, {version},", "run in its container, with that version on PYTHONPATH"
+    actor = require(actor_name, framework=framework, how=how)
+    trainer = require(trainer_name, framework=framework, how=how)
+    actor.MegatronGPTActorModel = calibrated_actor(actor.MegatronGPTActorModel)
+    setattr(trainer, trainer_class, calibrated_trainer(getattr(trainer, trainer_class)))
+
+
+def _named_like(calibrated: type, original: type) -> type:
+    """NeMo writes the path of a model's class into its checkpoints: the framework's, so that it can read them without us."""
+    calibrated.__module__, calibrated.__name__ = original.__module__, original.__name__
+    calibrated.__qualname__ = original.__qualname__
+    return calibrated

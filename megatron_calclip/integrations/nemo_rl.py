@@ -13,8 +13,6 @@ sequence-level ratios; each is refused in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,7 +39,7 @@ CLIP_FRACTIONS = ("calclip_low_negative", "calclip_high_positive")
 """Metrics: shares of all valid tokens that the lower bound clips (A < 0) and the upper bound clips (A > 0)."""
 
 
-class CalibratedPGLossFn(loss_functions.ClippedPGLossFn):  # type: ignore[misc, name-defined]
+class CalibratedPGLossFn(loss_functions.ClippedPGLossFn):  # type: ignore[name-defined]
     """NeMo-RL's loss with bounds that can be set, clip fractions by sign, and an ear for measurements.
 
     Without a `calclip` mapping, or with `enabled: false` in it, value, gradient and metrics are the base class's own.
@@ -71,6 +69,10 @@ class CalibratedPGLossFn(loss_functions.ClippedPGLossFn):  # type: ignore[misc, 
                 raise UserError(
                     f"loss_fn.{name}", "clips no token ratios, so there is nothing to calibrate; set it to false"
                 )
+        if self.truncated_importance_sampling_type == "seq-mask-tis":
+            raise UserError(
+                "loss_fn.truncated_importance_sampling_type", "seq-mask-tis is not measured; choose tis or icepop"
+            )
         self.metric_normalizations |= dict.fromkeys(CLIP_FRACTIONS, interfaces.MetricNormalizer.TOKENS)
 
     @property
@@ -111,7 +113,6 @@ class CalibratedPGLossFn(loss_functions.ClippedPGLossFn):  # type: ignore[misc, 
             elif self.truncated_importance_sampling_type == "icepop":
                 weights = weights * ((weights >= floor) & (weights <= cap))
         by_token = self.loss_type == interfaces.LossType.TOKEN_LEVEL
-        num_rows = len(data[ROWS])
         measurement.add(
             PairedLogProbs(
                 log_probs=log_probs,
@@ -122,7 +123,7 @@ class CalibratedPGLossFn(loss_functions.ClippedPGLossFn):  # type: ignore[misc, 
                 importance_weights=weights,
                 loss_weights=torch.ones(()) if by_token else 1.0 / mask.sum(dim=1, keepdim=True).clamp(min=1),
                 response_mask=mask,
-                sequence_ids=data[ROWS].view(num_rows),
+                sequence_ids=data[ROWS],
             ),
             weights_unmoved=self.weights_unmoved,
         )
@@ -147,29 +148,25 @@ def policy_factory(**kwargs: Any) -> Any:
     return lm_policy.Policy(**kwargs, worker_extension_cls_fqn=WORKER)
 
 
-def calibrate(script: ModuleType) -> ModuleType:
+def calibrate(script: Any) -> Any:
     """Let NeMo-RL's `examples/run_grpo.py` train with calibrated clipping where its configuration asks for it.
 
     Args:
         script: the imported script; call its `main()` afterwards.
     """
-    setup = script.setup  # type: ignore[attr-defined]
+    setup = script.setup
     grpo = require("nemo_rl.algorithms.grpo", framework=_FRAMEWORK, how=_HOW)
 
-    def calibrated_setup(config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
-        if not _asks_for_calibration(config):
-            return setup(config, *args, policy_factory=policy_factory, **kwargs)
-        if policy_factory is not None:
+    def calibrated_setup(config: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = getattr(config.loss_fn, "calclip", None) or {}
+        if settings_from(settings, where="loss_fn.calclip") is None:
+            return setup(config, *args, **kwargs)
+        if kwargs.pop("policy_factory", None) is not None:
             raise UserError(
                 "data_plane.enabled", "calibration works with NeMo-RL's plain policy alone; set it to false"
             )
         grpo.ClippedPGLossFn = CalibratedPGLossFn
-        return setup(config, *args, policy_factory=globals()["policy_factory"], **kwargs)
+        return setup(config, *args, **kwargs, policy_factory=policy_factory)
 
-    script.setup = calibrated_setup  # type: ignore[attr-defined]
+    script.setup = calibrated_setup
     return script
-
-
-def _asks_for_calibration(config: Any) -> bool:
-    settings: Mapping[str, Any] = getattr(config.loss_fn, "calclip", None) or {}
-    return settings_from(settings, where="loss_fn.calclip") is not None

@@ -26,8 +26,8 @@ def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     bare = []
     for chunk in chunks:
-        while isinstance(getattr(chunk, "module", None), nn.Module):
-            chunk = chunk.module
+        while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+            chunk = inner
         if not hasattr(getattr(chunk, "decoder", None), "layers"):
             raise UserError(
                 "calclip",

@@ -119,7 +119,7 @@ def _settings() -> Mapping[str, Any]:
     return yaml.safe_load(Path(path).read_text()) or {}
 
 
-class CalibratedTrainingWorker(engine_workers.TrainingWorker):  # type: ignore[misc, name-defined]
+class CalibratedTrainingWorker(engine_workers.TrainingWorker):  # type: ignore[name-defined]
     """verl's training worker for the actor, calibrating. With `enabled: false` it does what verl's own does.
 
     Args:

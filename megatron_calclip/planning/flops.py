@@ -103,7 +103,7 @@ class Workload:
 
 def linear_parameters(shape: ModelShape) -> int:
     """Weights of the linears of one decoder layer."""
-    return shape.hidden_size * (2 * shape.q_size + shape.kv_size + 3 * shape.ffn_size)
+    return shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size + 3 * shape.ffn_size)
 
 
 @dataclass(frozen=True)

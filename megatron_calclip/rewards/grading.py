@@ -110,7 +110,9 @@ def _built_in(name: str, settings: dict[str, Any]) -> Callable[[str, str, dict[s
     """The verifier of that name, with what it needs imported; None when it is a dotted path."""
     if name == "math":
         from megatron_calclip.rewards.math_answer import MathReward
+        from megatron_calclip.rewards.math_symbols import warm_up
 
+        warm_up()  # before the fork: all workers have it
         return MathReward(relative_tolerance=settings["math"]["relative_tolerance"])
     if name == "code":
         from megatron_calclip.rewards.code import CodeReward

@@ -19,32 +19,17 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_calclip.rewards import math_symbols
+from megatron_calclip.rewards.math_forms import COMMA, brackets, elements, matrix_rows, name_and_value, unwrapped
 from megatron_calclip.rewards.math_numbers import Number, equal_numbers, parse_number, split_unit, unit_factor
-from megatron_calclip.rewards.math_text import TEXT, bare, closing, split, words
+from megatron_calclip.rewards.math_text import TEXT, bare, split, words
 
-_COMMA = r"[,;]"
-_JOIN = r",\s|;|(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
-_GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:,\d{3})+)(?!\d)")
-_NAME = re.compile(
-    r"(?:[a-zA-Z]|\\[a-zA-Z]+(?: [A-Z]{1,3})?|\\text\{[^{}]*\}|[a-zA-Z]{2,}(?: [a-zA-Z]+){0,3})\s*(?:_\{[^{}]*\}|')*\s*"
-    r"(?:\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)"
-)
-_MATRIX = re.compile(
-    r"[(\[]?\s*\\begin\{([pb]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL
-)
-_SYSTEM = re.compile(r"(?:\\\{)?\s*\\begin\{(cases|aligned|align\*?|array)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _CHOICE = re.compile(
-    r"(?:(?:choice|option|answer)\s+)?(?:\(([A-Za-z])\).*|([A-Za-z])(?:[).:].*)?)", re.DOTALL | re.IGNORECASE
-)
-_CONDITION = re.compile(
-    r"[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?.*"
-    r"|\\text\{.*\b(?:integer|real|constant|any|where|for)\b.*",
-    re.DOTALL,
+    r"(?:(?:choice|option|answer)\s+)?(?:\(([A-Za-z])\)(?!\s*[-+*/^=_<>,]).*|([A-Za-z])(?:[).:].*)?)",
+    re.DOTALL | re.IGNORECASE,
 )
 _NONE = {
     "no solution", "no solutions", "none", "no real solution", "no real solutions", "empty set", "does not exist", "dne",
 }  # fmt: skip
-_REALS = {"all real numbers", "all reals", "real numbers", "reals", "all real number", "all real x"}
 _NOT_WORDS = r"\\(?!text\{)[a-zA-Z]+|\d|[=<>^_]"
 # More answers than this are compared in order, because any order takes quadratic time.
 _MAX_UNORDERED = 64
@@ -83,51 +68,23 @@ def _equal(gold: str, answer: str, rules: Rules) -> bool:
     return _equal_several(gold, answer, expected, given, rules)
 
 
-@lru_cache(maxsize=8192)
-def elements(text: str, *, strict: bool = False) -> tuple[str, ...]:
-    r"""Several answers, one by one: separated by commas, `and`, `or`, or meant by \pm.
-
-    Args:
-        text: normalised.
-        strict: whether every comma separates, also one before three digits.
-    """
-    if system := _SYSTEM.fullmatch(text):
-        text = re.sub(r"\\\\|&", lambda match: ", " if match[0] != "&" else "", system[2])
-    parts: list[str] = []
-    for joined in split(text, _JOIN):
-        ungrouped = _GROUPED.sub(lambda match: match[0].replace(",", ""), joined)
-        parts += split(joined, _COMMA) if strict else split(ungrouped, _COMMA)
-        if not strict and len(split(ungrouped, _COMMA)) > 1:  # 1,234,5 is a list, and so is all of it
-            parts[-len(split(ungrouped, _COMMA)) :] = split(joined, _COMMA)
-    kept = [part for part in parts if part and not _CONDITION.fullmatch(part)] or [part for part in parts if part]
-    found: list[str] = []
-    for part in kept:
-        if r"\pm" in part or r"\mp" in part:
-            for plus, minus in (("+", "-"), ("-", "+")):
-                variant = re.sub(r"\\pm(?![a-zA-Z])", plus, part)
-                found.append(re.sub(r"^\s*\+", "", re.sub(r"\\mp(?![a-zA-Z])", minus, variant)).strip())
-        else:
-            found.append(part)
-    return tuple(found) or (text,)
-
-
 def _equal_several(gold: str, answer: str, expected: Sequence[str], given: Sequence[str], rules: Rules) -> bool:
     """Lists of answers; or a list and one collection of as many."""
     if len(expected) == 1 or len(given) == 1:
         single, several = (expected[0], given) if len(expected) == 1 else (given[0], expected)
         if len(expected) == 1 and all(_equal_single(single, part, rules) for part in given):
             return True  # one answer, written twice
-        outer = _outer(_named(single)[1])
+        outer = brackets(name_and_value(single)[1])
         if outer is not None and outer[0] in ("{", "("):
             inner = elements(outer[1])
             if len(inner) == len(several):
                 left, right = (inner, several) if len(expected) == 1 else (several, inner)
-                ordered = outer[0] == "(" and (len(expected) == 1 or all(_named(part)[0] for part in several))
+                ordered = outer[0] == "(" and (len(expected) == 1 or all(name_and_value(part)[0] for part in several))
                 return _in_order(left, right, rules) if ordered else _in_any_order(left, right, rules)
         return _equal_as_sets(gold, answer)
     if len(expected) != len(given):
         return False
-    named, given_named = [_named(part) for part in expected], [_named(part) for part in given]
+    named, given_named = [name_and_value(part) for part in expected], [name_and_value(part) for part in given]
     names, given_names = [name for name, _ in named], [name for name, _ in given_named]
     if all(names) and len(set(names)) == len(names):  # x = 1, y = 2
         if all(given_names):
@@ -165,8 +122,8 @@ def _in_any_order(expected: Sequence[str], given: Sequence[str], rules: Rules) -
 
 
 def _equal_single(gold: str, answer: str, rules: Rules) -> bool:
-    (gold_name, gold_value), (name, value) = _named(gold), _named(answer)
-    gold, answer = _unwrapped(gold) if gold_name else gold_value, _unwrapped(answer) if name else value
+    (gold_name, gold_value), (name, value) = name_and_value(gold), name_and_value(answer)
+    gold, answer = unwrapped(gold) if gold_name else gold_value, unwrapped(answer) if name else value
     if bare(gold) == bare(answer):
         return True
     if gold_name and name and bare(gold_name) == bare(name):
@@ -181,45 +138,10 @@ def _equal_single(gold: str, answer: str, rules: Rules) -> bool:
         return verdict
     if (verdict := _equal_collections(gold, answer, rules)) is not None:
         return verdict
-    if math_symbols.split_relation(gold)[1] and math_symbols.split_relation(answer)[1]:
+    relations = [bool(math_symbols.split_relation(text)[1]) for text in (gold, answer)]
+    if all(relations):
         return math_symbols.equal_relations(gold, answer)
-    return _equal_symbols(gold, answer, rules)
-
-
-@lru_cache(maxsize=8192)
-def _unwrapped(text: str) -> str:
-    r"""Without what only introduces: `x \in`, a leading `=`, an equation's chain, `\approx` after a value, {x | ...}."""
-    text = text.strip()
-    while text.startswith("{") and closing(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    text = re.sub(r"^(?:=|:|\\therefore|\\implies|\\Rightarrow|\\text\{[^{}]*(?:\bis|\bare|=|:)\s*\})\s*", "", text)
-    if words(text) in _REALS:
-        return r"\mathbb{R}"
-    membership = re.fullmatch(r"[a-zA-Z](?:_\{\w+\})?\s*\\in\s*(.+)", text, re.DOTALL)
-    if membership and not _CONDITION.fullmatch(text):
-        text = membership[1]
-    builder = re.fullmatch(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?[|:]\s*(.+)\\\}", text, re.DOTALL)
-    if builder:
-        text = builder[1].strip()
-    sides = split(text, r"\\approx(?![a-zA-Z])")
-    if len(sides) > 1:
-        text = sides[1] if _NAME.fullmatch(sides[0]) else sides[0]
-    return text.strip()
-
-
-@lru_cache(maxsize=8192)
-def _named(text: str) -> tuple[str, str]:
-    """A name and its value, `x = 3`; an empty name for anything else. Of a chain the last value counts."""
-    text = _unwrapped(text)
-    sides, relations = math_symbols.split_relation(text)
-    if not relations or set(relations) != {"="}:
-        return "", text
-    if _NAME.fullmatch(sides[0].strip()):
-        return sides[0].strip(), sides[-1]
-    value = math_symbols.constant(sides[0])  # 2 + 2 = 4
-    if value is not None and value == math_symbols.constant(sides[-1]):
-        return "", sides[-1]
-    return "", text
+    return not any(relations) and _equal_symbols(gold, answer, rules)
 
 
 def _equal_quantities(gold: str, answer: str, rules: Rules) -> bool | None:
@@ -283,10 +205,10 @@ def _equal_times(gold: str, answer: str) -> bool:
 
 def _equal_collections(gold: str, answer: str, rules: Rules) -> bool | None:
     """Matrices, tuples, intervals and sets; None where neither side is one."""
-    expected, given = _matrix(gold), _matrix(answer)
+    expected, given = matrix_rows(gold), matrix_rows(answer)
     if expected is not None or given is not None:
         return _equal_matrices(expected, given, gold, answer, rules)
-    left, right = _outer(gold), _outer(answer)
+    left, right = brackets(gold), brackets(answer)
     for outer, other, single in ((left, right, answer), (right, left, gold)):
         if outer is not None and other is None and outer[0] == "{" and len(elements(outer[1])) == 1:
             pair = (outer[1], single) if outer is left else (single, outer[1])
@@ -301,13 +223,19 @@ def _equal_collections(gold: str, answer: str, rules: Rules) -> bool | None:
         if (left[0], left[2]) == (right[0], right[2]):
             return _in_order(inner[0], inner[1], rules)
         return False
-    if (
-        left is not None
-        or right is not None
-        or any(r"\cup" in t or r"\cap" in t or r"\setminus" in t for t in (gold, answer))
-    ):
-        return True if _equal_as_sets(gold, answer) else (None if r"\{" not in gold + answer else False)
-    return None
+    sets = _is_collection(gold), _is_collection(answer)
+    if not any(sets):
+        return None
+    relation = math_symbols.split_relation(answer if sets[0] else gold)[1]
+    return bool(all(sets) or relation) and _equal_as_sets(gold, answer)
+
+
+def _is_collection(text: str) -> bool:
+    """Whether text is a set, or several elements in brackets."""
+    if re.search(r"\\(?:cup|cap|setminus)(?![a-zA-Z])|\\mathbb", text):
+        return True
+    outer = brackets(text)
+    return outer is not None and (outer[0] == "{" or len(elements(outer[1])) > 1)
 
 
 def _unique(parts: Sequence[str], rules: Rules) -> list[str]:
@@ -318,21 +246,6 @@ def _unique(parts: Sequence[str], rules: Rules) -> list[str]:
     return kept + list(parts[_MAX_UNORDERED:])
 
 
-@lru_cache(maxsize=8192)
-def _outer(text: str) -> tuple[str, str, str] | None:
-    r"""Opening bracket, inside and closing bracket of a text that stands in one pair; braces are those of \{ \}."""
-    text = text.strip()
-    start = 1 if text.startswith(r"\{") else 0
-    if text[start : start + 1] not in ("(", "[") and start == 0:
-        return None
-    end = closing(text, start)
-    if end != len(text) - 1:
-        return None
-    if start:
-        return "{", text[2:-2].strip(), "}"
-    return text[0], text[1:-1].strip(), text[-1]
-
-
 def _equal_as_sets(gold: str, answer: str) -> bool:
     """Intervals, unions, set-builders and inequalities as sets of real numbers."""
     expected, given = _as_set(gold), _as_set(answer)
@@ -341,7 +254,7 @@ def _equal_as_sets(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _as_set(text: str) -> Any:
-    text = _unwrapped(text)
+    text = unwrapped(text)
     if bare(text) in (r"\mathbb{R}", r"(-\infty,\infty)"):
         return math_symbols.REALS
     for pattern, combine in (
@@ -353,9 +266,9 @@ def _as_set(text: str) -> Any:
         if len(parts) > 1:
             sets = [_as_set(part) for part in parts]
             return None if None in sets else combine(sets)
-    outer = _outer(text)
+    outer = brackets(text)
     if outer is None:
-        parts = split(text, _COMMA)
+        parts = split(text, COMMA)
         if len(parts) > 1:
             sets = [_as_set(part) for part in parts]
             return None if None in sets else math_symbols.union(sets)
@@ -366,15 +279,6 @@ def _as_set(text: str) -> Any:
     if len(inside) != 2:
         return None
     return math_symbols.interval(*inside, left_open=outer[0] == "(", right_open=outer[2] == ")")
-
-
-@lru_cache(maxsize=4096)
-def _matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
-    match = _MATRIX.fullmatch(text.strip())
-    if match is None:
-        return None
-    rows = [row for row in split(re.sub(r"\\hline", "", match[2]), r"\\\\") if row]
-    return tuple(split(row, "&") for row in rows)
 
 
 def _equal_matrices(
@@ -390,7 +294,7 @@ def _equal_matrices(
         return same_shape and all(_in_order(a, b, rules) for a, b in zip(expected, given, strict=True))
     matrix, other, is_gold = (expected, answer, True) if expected is not None else (given, gold, False)
     assert matrix is not None
-    outer = _outer(other)
+    outer = brackets(other)
     if outer is None or outer[0] == "{" or (len(matrix) > 1 and any(len(row) > 1 for row in matrix)):
         return False
     entries = [entry for row in matrix for entry in row]

@@ -39,6 +39,13 @@ REALS = sympy.S.Reals
 _RELATIONS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "<": "<", ">": ">", "=": "="}
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|<|>|(?<![<>!])="
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+SYNTAX = (
+    r"\frac{3\sqrt{2}}{4} + 1", r"5x^{2} - 7xy + 11", r"x^{5} - x^{4} + 2x - 1", r"(x+1)(x-1)^{2}", r"\frac{x+1}{x-1}",
+    r"\sin{x} + \cos^{2} x", r"2^{10} - 1", r"e^{-2x}", r"\ln{2} + \log_{2}{8}", r"\frac{\pi^{2}}{8}", r"-\infty", r"5 - 2i",
+    r"\sqrt[3]{4} \cdot 2", r"|x-1|", r"\binom{5}{2} \times 3!", r"\lfloor \frac{2n-1}{5} \rfloor", r"a_{1} + b_{n}", r"1.5x",
+    r"\sum_{i=1}^{n} i", r"\left(\frac{1}{2}\right)^{3} / 4", r"\tan^{-1}{x}", r"\frac{-1 + \sqrt{5}}{2}", r"2 \pi r", r"k",
+)  # fmt: skip
+"""Expressions of the kinds that benchmarks have: they fill the tables that the parser builds as it meets syntax."""
 
 
 class TooLarge(ArithmeticError):
@@ -71,6 +78,13 @@ def parse(text: str) -> sympy.Basic | None:
         expression = expression.xreplace(exact)
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
     return _evaluated(expression.xreplace(imaginary))
+
+
+def warm_up() -> None:
+    """Parse one expression of each kind: the parser's first ones take a hundred times as long as the later ones."""
+    for text in SYNTAX:
+        equal_expressions(text, text + " + 1")
+    parse.cache_clear()
 
 
 def _evaluated(expression: Any) -> sympy.Basic:

@@ -130,7 +130,8 @@ class Pool:
         try:
             while waiting or any(worker.job is not None for worker in self._workers):
                 self._hire(waiting)
-                for worker in [worker for worker in self._workers if worker.is_idle and waiting]:
+                idle = [worker for worker in self._workers if worker.is_idle]
+                for worker in idle[: len(waiting)]:
                     self._assign(worker, waiting.popleft(), jobs)
                 for worker in self._ready():
                     job, started = worker.job, worker.pid is not None

@@ -11,7 +11,6 @@ from checks import Checks, layout
 
 from megatron_calclip.config_file import config_from_dict, launch_world_size
 from megatron_calclip.metrics import METRICS
-from megatron_calclip.rewards import RewardSample
 from megatron_calclip.trainer import Trainer
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -40,20 +39,13 @@ SETTINGS: dict[str, Any] = {
         "dynamic_sampling": {"enabled": True},
     },
     # Random completions are never right: a reward that tells them apart is needed for a gradient.
-    "reward": {"name": "trainer_checks.share_of_digits_of_some"},
+    "reward": {"name": "share_of_digits.share_of_digits_of_some"},
     "precision": {"params_dtype": "fp32"},
     "optimizer": {"lr": 4e-3, "epsilon": 1e-4},
     "train": {"num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 60},
     "eval": {"num_prompts": 8},
     "tracking": {"tensorboard": False},
 }
-
-
-def share_of_digits_of_some(sample: RewardSample) -> float:
-    """Reward: how much of a completion is digits; nothing for every third prompt, whose groups teach nothing."""
-    if sample.prompt.id % 3 == 1:
-        return 0.0
-    return sum(character.isdigit() for character in sample.completion) / max(len(sample.completion), 1)
 
 
 def repeatable(row: dict[str, float]) -> dict[str, float]:
@@ -152,4 +144,4 @@ def check_mismatched_old_log_probs(checks: Checks, root: Path) -> None:
             Trainer(config, runtime).run()
         row = json.loads((root / kind / "metrics.jsonl").read_text().splitlines()[-1])
         deviations[kind] = max(row["ratio/max"] - 1, 1 - row["ratio/min"])
-    checks.true(f"trainer: matched pi_old {deviations}", deviations["matched"] < 1e-3 < 1e-2 < deviations["mismatched"])
+    checks.true(f"trainer: matched pi_old {deviations}", deviations["matched"] == 0 and deviations["mismatched"] > 1e-3)

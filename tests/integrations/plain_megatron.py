@@ -49,8 +49,15 @@ class Plain:
         return mask
 
 
-def start(*, dtype: str = "fp32", recipe: str = "tensorwise", lr: float = 1e-3) -> Plain:
-    """One process; Megatron's groups are made anew, and stay until `stop`."""
+def start(*, dtype: str = "fp32", recipe: str = "tensorwise", lr: float = 1e-3, whole_rows: bool = False) -> Plain:
+    """One process; Megatron's groups are made anew, and stay until `stop`.
+
+    Args:
+        dtype: of the parameters.
+        recipe: of FP8.
+        lr: learning rate of the plain model's optimizer.
+        whole_rows: the framework describes each row as one packed sequence, for TransformerEngine's attention.
+    """
     config = precision_config(recipe, "TP1", dtype=dtype)
     # Frameworks score at temperature 1 here, and over every column that the output layer has.
     config = replace(config, rollout=replace(config.rollout, temperature=1.0))
@@ -69,6 +76,8 @@ def start(*, dtype: str = "fp32", recipe: str = "tensorwise", lr: float = 1e-3) 
     attention, mlp = spec.submodules.self_attention.submodules, mlp_submodules(spec.submodules.mlp)
     attention.linear_qkv, attention.linear_proj = Fp8ColumnParallelLinear, Fp8RowParallelLinear
     mlp.linear_fc1, mlp.linear_fc2 = Fp8ColumnParallelLinear, Fp8RowParallelLinear
+    if whole_rows:
+        attention.core_attention = _whole_row_attention()
     model = GPTModel(
         config=learner.megatron,
         transformer_layer_spec=spec,
@@ -90,6 +99,22 @@ def start(*, dtype: str = "fp32", recipe: str = "tensorwise", lr: float = 1e-3) 
     lengths = trajectories().lengths
     assert (lengths == lengths[0]).all()
     return Plain(training, wrapped[0], optimizer, trajectories().tokens.view(len(lengths), -1))
+
+
+def _whole_row_attention() -> type:
+    """Megatron's own attention for a row that is one packed sequence, which it leaves to TransformerEngine otherwise."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class WholeRowAttention(DotProductAttention):
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **kwargs: Any
+        ) -> Tensor:
+            num_tokens = query.shape[0]
+            assert packed_seq_params.cu_seqlens_q.tolist() == [0, num_tokens]
+            hidden = torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool).triu(1)
+            return super().forward(query[:, None], key[:, None], value[:, None], hidden, **kwargs)
+
+    return WholeRowAttention
 
 
 def stop() -> None:

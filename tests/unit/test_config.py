@@ -21,7 +21,8 @@ from megatron_calclip.config_file import config_from_dict, config_to_dict, confi
 from megatron_calclip.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted((ROOT / "conf").rglob("*.yaml"))
+# conf/nemo_rl holds another framework's files.
+SHIPPED = sorted(path for path in (ROOT / "conf").rglob("*.yaml") if path.parent.name != "nemo_rl")
 SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
 
 

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from megatron_calclip.batch import Completion, Prompt, Trajectories
 from megatron_calclip.experience import Experience, dynamic_sampling
+from megatron_calclip.rewards import Score
 
 Sampler = Callable[[int], Experience]
 
@@ -20,7 +20,12 @@ def make_experience(ids: list[int], rewards: list[list[float]]) -> Experience:
         for i in ids
     ]
     texts = [f"t{10 * i + k}" for i in ids for k in range(2)]
-    return Experience(prompts, Trajectories.from_completions(prompts, answers), texts, torch.tensor(rewards).flatten())
+    scores = [
+        Score(value, {"sample": 2.0 * i + k})
+        for i, pair in zip(ids, rewards, strict=True)
+        for k, value in enumerate(pair)
+    ]
+    return Experience.of_scores(prompts, Trajectories.from_completions(prompts, answers), texts, scores)
 
 
 def sampler(rewards: dict[int, list[float]]) -> tuple[Sampler, list[int]]:
@@ -47,6 +52,7 @@ def assert_whole(experience: Experience, ids: list[int]) -> None:
     assert batch.sample_ids.tolist() == [s for i in ids for s in (2 * i, 2 * i + 1)]
     assert batch.policy_versions.tolist() == [i for i in ids for _ in range(2)]
     assert batch.finished.tolist() == [True, False] * len(ids)
+    assert experience.components["sample"].tolist() == batch.sample_ids.tolist()
     assert experience.texts == [t for i in ids for t in (f"t{10 * i}", f"t{10 * i + 1}")]
 
 
@@ -80,3 +86,21 @@ def test_long_answers_lose_reward_by_their_own_length() -> None:
     # Up to 1 token nothing; 2 of at most 3, with a buffer of 2: (1 - 2) / 2.
     assert batch.with_overlong_penalty(3, buffer=2).rewards.tolist() == [1.0, 0.5, 0.0, 0.0]
     assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.5]
+
+
+def test_components_of_scores() -> None:
+    """A component that a score lacks is 0 there; the penalty on length is one more."""
+    batch = make_experience([1, 2], [[0.0, 1.0], [1.0, 0.0]])
+    scores = [
+        Score(1.0, {"task": 1.0}),
+        Score(0.5, {"task": 0.25, "format": 1.0}),
+        Score(0.0, {}, timed_out=True),
+        Score(0.0),
+    ]
+    scored = Experience.of_scores(batch.prompts, batch.trajectories, batch.texts, scores)
+    assert scored.rewards.tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert scored.component_means() == {"reward/task": 0.3125, "reward/format": 0.25, "reward/timed_out": 0.25}
+    # Lengths 1, 2, 1, 2 of 3 at most, a buffer of 2: the longer ones lose a half.
+    assert scored.with_overlong_penalty(3, buffer=2).component_means()["reward/overlong"] == -0.25
+    joined = Experience.join([scored, batch.select([0])])
+    assert joined.components["task"].tolist() == [1.0, 0.25, 0.0, 0.0, 0.0, 0.0]

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_calclip.batch import Prompt
 from megatron_calclip.config import FormatRewardConfig, RewardConfig
+from megatron_calclip.config_check import check
+from megatron_calclip.config_file import config_from_dict
 from megatron_calclip.errors import EXIT_FAILED, EXIT_USAGE, UserError
 from megatron_calclip.rewards import RewardSample, Score, make_scorer
 from megatron_calclip.rewards.scorer import default_num_workers
@@ -193,3 +195,20 @@ def test_workers_are_shared_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert default_num_workers() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert default_num_workers() == 1
+
+
+def test_math_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'megatron-calclip\[math\]'"):
+        make_scorer(RewardConfig("math"))
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match="no regular expression") as caught:
+        check(
+            config_from_dict(
+                {"reward": {"format": {"pattern": "(a"}}, "model": {"shape": {}, "tokenizer": "characters"}}
+            ),
+            world_size=1,
+        )
+    assert caught.value.where == "reward.format.pattern"

@@ -5,6 +5,7 @@ arguments. Played: rollouts (given), the model (a table), and the training loop 
 calls: data iterator, then a loss per micro-batch, then the optimizer.
 """
 
+# ruff: noqa: E402 (the checkout has to be on the path first)
 from __future__ import annotations
 
 import os
@@ -42,8 +43,9 @@ from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.errors import UserError
 from megatron_calclip.integrations import megatron_rl
 from megatron_calclip.integrations.controller import ClipController
+from megatron_calclip.learner import cpu
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_process")]
+pytestmark = pytest.mark.integration
 
 
 class Table(nn.Module):
@@ -56,7 +58,10 @@ class Table(nn.Module):
 
         super().__init__()
         self.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        self.model_type, self.pg_collection = ModelType.encoder_or_decoder, ProcessGroupCollection.use_mpu_process_groups()
+        self.model_type, self.pg_collection = (
+            ModelType.encoder_or_decoder,
+            ProcessGroupCollection.use_mpu_process_groups(),
+        )
         self.shadow = torch.cat([m.shadow for m in minibatches])
         self.shadow_old = torch.cat([m.shadow_old for m in minibatches])
         self.num_updates, self.num_forwards = 0, 0
@@ -75,6 +80,7 @@ class Table(nn.Module):
 @pytest.fixture
 def rl_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with its functions as they are, on a CPU; what a test wraps is unwrapped afterwards."""
+    cpu.install()
     from megatron.rl import rl_utils
     from megatron.training import global_vars
 
@@ -82,8 +88,6 @@ def rl_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(rl_utils, name, getattr(rl_utils, name))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(rl_utils, "get_nvtx_range", lambda: lambda *_, **__: contextlib.nullcontext())
-    # A table is no GPTModel; the shadow pass has tests of its own.
-    monkeypatch.setattr(megatron_rl, "framework_shadow_pass", lambda *_: contextlib.nullcontext())
     epsilon = 1.0 - OWN_BOUNDS.lower
     args = types.SimpleNamespace(
         bf16=False,
@@ -216,7 +220,9 @@ class MegatronRl(Adapter):
 
 
 @pytest.fixture
-def adapter(rl_utils: Any) -> MegatronRl:
+def adapter(one_process: None, rl_utils: Any, monkeypatch: pytest.MonkeyPatch) -> MegatronRl:
+    # A table is no GPTModel; the shadow pass is tested on a real one below.
+    monkeypatch.setattr(megatron_rl, "framework_shadow_pass", lambda *_: contextlib.nullcontext())
     return MegatronRl(rl_utils)
 
 
@@ -242,3 +248,39 @@ def test_sequence_packing_is_refused(adapter: MegatronRl) -> None:
         adapter.rl_utils.get_grpo_data_iterator(None, None, None, 0, None, **COLLECTION | {"sequence_packing": True})
 
 
+class Fp32Module(nn.Module):
+    """For an FP32 model what Megatron's Float16Module is for a BF16 one: takes, and has no use for, `fp32_output`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args: Any, fp32_output: bool, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.module.module.set_input_tensor(tensor)
+
+
+def test_shadow_pass_inside_megatron_lm_is_ours(rl_utils: Any) -> None:
+    """Megatron-LM's own scoring of a GPTModel inside our shadow pass gives what our learner's shadow pass gives."""
+    import plain_megatron
+
+    plain = plain_megatron.start(whole_rows=True)
+    try:
+        args = rl_utils.get_args()
+        args.seq_length = args.decoder_seq_length = plain.tokens.shape[1]
+        args.micro_batch_size = 1
+        calibration = megatron_rl.calibrate(SETTINGS, rl_utils)
+        assert calibration is not None
+        positions = torch.arange(plain.tokens.shape[1])[None]
+        micros = [(row[None], None, None, None, positions) for row in plain.tokens]
+        mask, expected = plain.response_mask, plain.expected_shadow()
+        model = Fp32Module(plain.model)
+        shadow = torch.cat(calibration._shadow([model], plain.optimizer, micros))
+        torch.testing.assert_close(shadow * mask, expected, rtol=0, atol=2e-5)
+        with torch.no_grad():
+            fp8 = torch.cat([rl_utils.get_logprobs(model, row[None], positions) for row in plain.tokens])
+        assert ((fp8 - shadow) * mask).abs().max() > 1e-3, "outside the shadow pass the model computes in FP8"
+    finally:
+        plain_megatron.stop()

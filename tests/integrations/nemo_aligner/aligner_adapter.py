@@ -58,7 +58,13 @@ class AlignerAdapter(Adapter):
     """
 
     def __init__(
-        self, module: Any, trainer_module: Any, *, trainer: str, section: str, loss_settings: dict[str, Any] | None = None
+        self,
+        module: Any,
+        trainer_module: Any,
+        *,
+        trainer: str,
+        section: str,
+        loss_settings: dict[str, Any] | None = None,
     ) -> None:
         self.module, self.trainer_module = module, trainer_module
         self.trainer, self.section = trainer, section
@@ -185,6 +191,11 @@ class AlignerAdapter(Adapter):
             for index, m in enumerate(minibatches)
         )
         trainer.run_training(batches)
+        loss, epsilons = actor._calclip_loss, (0.4, 0.8)  # of the start, [0.6, 1.8]
+        if self.section == "ppo":
+            assert (1.0 - actor.ratio_eps, 1.0 + actor.ratio_eps) == (0.6, 1.8)
+        else:
+            assert loss.dapo.clip_higher and (loss.ratio_eps_low, loss.ratio_eps_high) == epsilons
         assert actor.num_shadows == 2 * count - 1, "the first mini-batch needs no second pass"
         assert x.grad is not None and x.grad.abs().sum() > 0, "the real loop has trained"
         return trainer.calclip

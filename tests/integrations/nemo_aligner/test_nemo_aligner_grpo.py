@@ -1,5 +1,6 @@
 """The contract on GRPO of a checkout of NeMo-Aligner's branch llama-nemotron-dev, in the light environment."""
 
+# ruff: noqa: E402 (the checkout has to be on the path first)
 from __future__ import annotations
 
 import os
@@ -9,7 +10,9 @@ import pytest
 
 SOURCE = os.environ.get("NEMO_ALIGNER_SRC")
 if not SOURCE:
-    pytest.skip("NEMO_ALIGNER_SRC names no checkout of NeMo-Aligner's branch llama-nemotron-dev", allow_module_level=True)
+    pytest.skip(
+        "NEMO_ALIGNER_SRC names no checkout of NeMo-Aligner's branch llama-nemotron-dev", allow_module_level=True
+    )
 sys.path.insert(0, SOURCE)
 
 import stubs
@@ -23,7 +26,7 @@ import torch
 from aligner_adapter import AlignerAdapter
 from contract import SETTINGS, AdapterContract, make_minibatch
 
-from megatron_calclip.integrations.nemo_aligner import calibrated_trainer
+from megatron_calclip.integrations.nemo_aligner import calibrate, calibrated_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -73,7 +76,7 @@ def test_importance_weights_are_truncated() -> None:
         "logprobs": data.old,
         "init_logprobs": data.old,
         "response_tokens": torch.ones(6, 13, dtype=torch.long),
-        "response_trt_lps": torch.cat([torch.zeros(6, 1), data.sampler], dim=1)[:, : 13],
+        "response_trt_lps": torch.cat([torch.zeros(6, 1), data.sampler], dim=1)[:, :13],
     }
     settings = {
         "length_penalty_enabled": False,
@@ -107,17 +110,17 @@ def adapter_cfg(settings: dict[str, Any]) -> Any:
     return OmegaConf.create(settings)
 
 
-def test_script_gets_calibrated_classes(tmp_path: Path) -> None:
-    """`calibrate` replaces the two names that NeMo-Aligner's own script uses, and nothing else."""
-    import types
-
-    from megatron_calclip.integrations.nemo_aligner import calibrate
-
+def test_calibrate_replaces_what_the_script_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from ... import GRPOTrainer` finds the calibrated one, under the name that checkpoints write down."""
     adapter = make_adapter()
-    script = types.ModuleType("train_gpt_grpo")
-    script.MegatronGPTActorModel = adapter.module.MegatronGPTActorModel
-    script.GRPOTrainer = adapter.trainer_module.GRPOTrainer
-    calibrate(script)
-    assert issubclass(script.MegatronGPTActorModel, adapter.module.MegatronGPTActorModel)
-    assert issubclass(script.GRPOTrainer, adapter.trainer_module.GRPOTrainer)
-    assert hasattr(script.GRPOTrainer, "run_training")
+    own_actor, own_trainer = adapter.module.MegatronGPTActorModel, adapter.trainer_module.GRPOTrainer
+    monkeypatch.setattr(adapter.module, "MegatronGPTActorModel", own_actor)
+    monkeypatch.setattr(adapter.trainer_module, "GRPOTrainer", own_trainer)
+    calibrate("grpo")
+    for module, own in ((adapter.module, own_actor), (adapter.trainer_module, own_trainer)):
+        calibrated = getattr(module, own.__name__)
+        assert issubclass(calibrated, own) and calibrated is not own
+        assert (calibrated.__module__, calibrated.__name__) == (own.__module__, own.__name__)
+    with pytest.raises(ImportError, match=r"NeMo-Aligner, .* is needed"):
+        monkeypatch.setitem(sys.modules, "nemo_aligner.algorithms.ppo", None)
+        calibrate("ppo")

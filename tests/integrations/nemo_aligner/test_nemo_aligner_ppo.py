@@ -1,5 +1,6 @@
 """The contract on PPO of the released wheel nemo-aligner 0.7.0, in its light environment."""
 
+# ruff: noqa: E402 (the stubs have to be in place first)
 from __future__ import annotations
 
 import os
@@ -8,7 +9,9 @@ import pytest
 
 if os.environ.get("NEMO_ALIGNER_SRC"):
     pytest.skip("NEMO_ALIGNER_SRC is set, which is another version's turn", allow_module_level=True)
-pytest.importorskip("nemo_aligner", reason="nemo-aligner 0.7.0 is not installed; tests/integrations/run.sh nemo_aligner")
+pytest.importorskip(
+    "nemo_aligner", reason="nemo-aligner 0.7.0 is not installed; tests/integrations/run.sh nemo_aligner"
+)
 
 import stubs
 

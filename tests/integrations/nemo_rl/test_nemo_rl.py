@@ -4,11 +4,13 @@ NeMo-RL's Megatron worker needs a GPU to be built, so its `train` is played here
 (global batches, micro-batches with NeMo-RL's own `BatchedDataDict`, `optimizer.step`), without a model.
 """
 
+# ruff: noqa: E402 (the checkout has to be on the path first)
 from __future__ import annotations
 
 import os
 import pickle
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.errors import UserError
+from megatron_calclip.integrations import nemo_rl
 from megatron_calclip.integrations.controller import ClipController
 from megatron_calclip.integrations.nemo_rl import CLIP_FRACTIONS, CalibratedPGLossFn
 from megatron_calclip.integrations.nemo_rl_worker import CalibratingWorker
@@ -152,7 +155,9 @@ class NemoRl(Adapter):
         batches = [batch_of(m) for m in minibatches]
         data = BatchedDataDict({key: torch.cat([b[key] for b in batches]) for key in batches[0]})
         data["input_ids"][:, 0] = torch.arange(data.size)
-        worker.train(data, CalibratedPGLossFn(config(calclip=settings)))
+        loss_fn = CalibratedPGLossFn(config(calclip=settings))
+        worker.train(data, loss_fn)
+        assert (loss_fn.ratio_clip_min, loss_fn.ratio_clip_max) == (0.4, 0.8), "the start's bounds, [0.6, 1.8]"
         assert worker.shadows == [0, 0, 0, 1, 2], "every batch before the first update, then each right before its own"
         assert worker.model.training
         assert worker.optimizer.step.__func__ is Optimizer.step, "the optimizer is as it was"
@@ -223,6 +228,7 @@ def test_a_measurement_does_not_travel() -> None:
         {"disable_ppo_ratio": True},
         {"use_cispo": True},
         {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio_min": 0.9},
         {"calclip": {"interval": 0}},
         {"calclip": {"intervall": 5}},
     ],
@@ -230,6 +236,42 @@ def test_a_measurement_does_not_travel() -> None:
 def test_settings_that_do_not_go_together(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         CalibratedPGLossFn(config(**({"calclip": SETTINGS} | changes)))
+
+
+def test_calibrate_hooks_into_setup_where_the_configuration_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL's `setup` gets our policy factory and makes our loss; without `calclip` it gets nothing."""
+    grpo = types.SimpleNamespace(ClippedPGLossFn=ClippedPGLossFn)
+    monkeypatch.setattr(nemo_rl, "require", lambda *_, **__: grpo)
+
+    def setup(config: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return grpo.ClippedPGLossFn(config.loss_fn), kwargs
+
+    script = types.ModuleType("run_grpo")
+    script.setup = setup  # type: ignore[attr-defined]
+    nemo_rl.calibrate(script)
+    loss_fn, kwargs = script.setup(types.SimpleNamespace(loss_fn=config()), policy_factory=None)
+    assert type(loss_fn) is ClippedPGLossFn and kwargs == {"policy_factory": None}
+    asking = types.SimpleNamespace(loss_fn=config(calclip=SETTINGS))
+    loss_fn, kwargs = script.setup(asking, policy_factory=None)
+    assert type(loss_fn) is CalibratedPGLossFn and kwargs == {"policy_factory": nemo_rl.policy_factory}
+    with pytest.raises(UserError, match=r"data_plane\.enabled"):
+        script.setup(asking, policy_factory=object())
+
+
+def test_policy_factory_names_our_worker_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = {nemo_rl.MEGATRON_WORKER: "the Megatron environment"}
+    modules = {
+        "nemo_rl.distributed.ray_actor_environment_registry": types.SimpleNamespace(
+            ACTOR_ENVIRONMENT_REGISTRY=environments
+        ),
+        "nemo_rl.models.policy.lm_policy": types.SimpleNamespace(Policy=lambda **kwargs: kwargs),
+    }
+    monkeypatch.setattr(nemo_rl, "require", lambda name, **_: modules[name])
+    policy = nemo_rl.policy_factory(cluster="cluster", config={"megatron_cfg": {"enabled": True}})
+    assert policy["worker_extension_cls_fqn"] == nemo_rl.WORKER and policy["cluster"] == "cluster"
+    assert environments[nemo_rl.WORKER] == "the Megatron environment"
+    with pytest.raises(UserError, match=r"policy\.megatron_cfg\.enabled"):
+        nemo_rl.policy_factory(config={"dtensor_cfg": {"enabled": True}})
 
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "conf" / "nemo_rl").glob("*.yaml"))
@@ -242,7 +284,9 @@ def test_recipe_overrides_end_in_a_valid_loss(recipe: Path) -> None:
     from omegaconf import OmegaConf
 
     register_omegaconf_resolvers()
-    merged = parse_hydra_overrides(load_config(recipe), ["++loss_fn.calclip.interval=7", "loss_fn.calclip.preset=paper"])
+    merged = parse_hydra_overrides(
+        load_config(recipe), ["++loss_fn.calclip.interval=7", "loss_fn.calclip.preset=paper"]
+    )
     loss = OmegaConf.to_container(merged.loss_fn, resolve=True)
     loss_fn = CalibratedPGLossFn(ClippedPGLossConfig(**loss))
     assert loss_fn.enabled and loss_fn.calclip["interval"] == 7

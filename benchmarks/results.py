@@ -1,0 +1,108 @@
+"""What every benchmark hands over: comparisons of one form, in a JSON file that also says where and when they were measured.
+
+A benchmark is a module of this package with the options `--quick` and `--output FILE`; `python -m benchmarks` runs them all
+and puts their results into one table. Each keeps its own detailed table and its own numbers beside the results. Left out on
+purpose: how anything is measured, which differs from benchmark to benchmark and is said in each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = Path("benchmarks/results")
+"""Where the files go by default."""
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison with a peer or a bound of the same run."""
+
+    what: str
+    """What was measured."""
+    peer: str
+    """What it is compared with."""
+    unit: str
+    """What the ratio counts: `x speed`, `x time`, `of its memory`."""
+    ratio: float
+    """Ours by the peer's; the median where there are repetitions."""
+    goal: float | None = None
+    """What the ratio should reach; None: shown, not asked for."""
+    better: Literal["higher", "lower"] = "higher"
+    """On which side of the goal it should lie."""
+    spread: tuple[float, float] | None = None
+    """Smallest and largest ratio of the repetitions; None with a single one."""
+
+    @classmethod
+    def of(cls, what: str, peer: str, unit: str, ratios: Sequence[float], **asked: Any) -> Result:
+        """The median of the ratios of all repetitions, and how far they spread."""
+        spread = (min(ratios), max(ratios)) if len(ratios) > 1 else None
+        return cls(what, peer, unit, statistics.median(ratios), spread=spread, **asked)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without a goal."""
+        if self.goal is None:
+            return None
+        return self.ratio >= self.goal if self.better == "higher" else self.ratio <= self.goal
+
+
+def write_report(output: Path, results: Sequence[Result], **details: Any) -> None:
+    """Write a benchmark's file: `results`, `environment`, and the benchmark's own details.
+
+    Args:
+        output: the file; its folder is made.
+        results: the comparisons.
+        **details: all that was measured, as JSON takes it.
+    """
+    report = {"results": [asdict(result) for result in results], "environment": environment(), **details}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def read_results(report: Mapping[str, Any]) -> list[Result]:
+    """The comparisons of a file that `write_report` wrote."""
+    return [
+        Result(**{**row, "spread": None if row["spread"] is None else tuple(row["spread"])})
+        for row in report["results"]
+    ]
+
+
+def environment() -> dict[str, Any]:
+    """Date, commit, machine and load: what a figure means nothing without."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "processor": _processor(),
+        "num_cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, `-dirty` with changes; `unknown` where there is no repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    """The processor's name, which `platform.processor` does not know on Linux."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
