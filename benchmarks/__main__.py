@@ -106,7 +106,7 @@ def table_rows(outcomes: Mapping[str, Outcome]) -> list[tuple[str, ...]]:
     return rows
 
 
-def markdown(outcomes: Mapping[str, Outcome], *, gpu_table: Path) -> str:
+def markdown(outcomes: Mapping[str, Outcome], *, gpu_table: Path, quick: bool) -> str:
     """The whole page: where it was measured, the table, the GPU's table or its place."""
 
     def line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -122,8 +122,10 @@ def markdown(outcomes: Mapping[str, Outcome], *, gpu_table: Path) -> str:
         for name, found in ((name, outcome.environment) for name, outcome in outcomes.items())
         if found is not None
     ]
-    gpu = gpu_table.read_text() if gpu_table.is_file() else "not yet run (`tools/gpu_check.sh WHEELS --output FILE`)\n"
-    return "\n".join([*table, "", "Measured:", "", *measured, "", "On a GPU:", "", gpu])
+    missing = f"not yet run: `tools/gpu_check.sh WHEELS --output FOLDER/{GPU_TABLE}` measures it\n"
+    gpu = gpu_table.read_text() if gpu_table.is_file() else missing
+    remark = ["", "Quick: goals are set for the full sizes."] if quick else []
+    return "\n".join([*table, *remark, "", "Measured:", "", *measured, "", "On a GPU:", "", gpu])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = folder / f"{name}.json"
         there = arguments.reuse and file.is_file()
         outcomes[name] = read(file) if there else measure(name, BENCHMARKS[name], output=file, quick=arguments.quick)
-    page = markdown(outcomes, gpu_table=folder / GPU_TABLE)
+    page = markdown(outcomes, gpu_table=folder / GPU_TABLE, quick=arguments.quick)
     print(f"\n{page}", end="")
     (folder / "table.md").write_text(page)
     table = {"environment": environment(), "benchmarks": {name: asdict(outcome) for name, outcome in outcomes.items()}}

@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import multiprocessing
 import os
 import statistics
@@ -449,6 +450,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.models, arguments.repetitions = ["1M"], 3
+    if importlib.util.find_spec("trl") is None:
+        parser.error("TRL is missing; pip install -c constraints.txt -e '.[bench]'")
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     print(
         f"{'':19} {'ours t/s':>8} {'trl':>8} {'transf.':>8} {'x trl':>6} {'x transf':>8} "

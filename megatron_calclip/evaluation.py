@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,16 +31,21 @@ from megatron_calclip.evaluation_stats import (
 )
 from megatron_calclip.rewards import Score, make_scorer
 from megatron_calclip.rewards.extraction import final_answer
-from megatron_calclip.rewards.math_text import normalize
+from megatron_calclip.rewards.math_numbers import parse_number, split_unit
+from megatron_calclip.rewards.math_text import bare, normalize
 from megatron_calclip.scoring import reward_samples, score_shares
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from megatron_calclip.learner.runtime import Runtime
     from megatron_calclip.rewards.scorer import Scorer
     from megatron_calclip.rollout.sampler import Sampler
 
 _SEED_STEP = 0
 """Evaluation draws its random numbers under a step of its own, so that it repeats whenever it is run."""
+_MAX_VOTE_LENGTH = 400
+"""Characters of an answer that is anyone's; beyond them it is no vote."""
 _SOLVED = 1.0
 """Score from which a problem counts as solved in pass@k; only rewards with partial credit have scores in between."""
 
@@ -169,14 +173,19 @@ def per_problem_values(graded: Sequence[Sequence[Graded]], *, votes: bool) -> di
 
 
 def math_vote(completion: str) -> str | None:
-    """The final answer in one spelling; numbers by value, so that 042, 42 and 42.0 are one vote."""
+    """The final answer in one spelling; a number by its value and without its unit: 042, 42.0 and 42 cm are one vote."""
     answer = final_answer(completion)
-    text = normalize(answer) if answer is not None else ""
-    if not text:
+    if answer is None or len(answer) > _MAX_VOTE_LENGTH:
         return None
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        return str(Fraction(text.replace(",", "").replace(" ", "")))
-    return "".join(text.split())
+    text = normalize(answer)
+    number = parse_number(split_unit(text).value)
+    return _fraction(number.value) if number is not None else bare(text) or None
+
+
+def _fraction(value: Fraction) -> str:
+    """Decimal digits where they are few, hexadecimal ones else: Python refuses to write thousands of decimal ones."""
+    few = max(abs(value.numerator), value.denominator) < 10**_MAX_VOTE_LENGTH
+    return str(value) if few else f"{value.numerator:#x}/{value.denominator:#x}"
 
 
 def _stripped(completion: str) -> str | None:
@@ -189,7 +198,12 @@ _VOTES = {"math": math_vote, "exact": _stripped}
 
 def vote_of(reward: str, completion: str) -> str | None:
     """What a completion counts for in the majority; None when it has no answer, or its reward none to compare."""
-    return _VOTES[reward](completion) if reward in _VOTES else None
+    if reward not in _VOTES:
+        return None
+    try:
+        return _VOTES[reward](completion)
+    except Exception:  # any text may be met; none may end an evaluation
+        return None
 
 
 def overall(results: Sequence[SetResult]) -> dict[str, Estimate]:

@@ -13,10 +13,13 @@ NUM_TICKS = 4
 _PADDING = 0.05
 """Share of the range left free at each end."""
 _ROUND = (1, 2, 5, 10)
+_MAX_POWERS = 6
 _SMALLEST_SPAN = 1e-12
 """Of the values' size; closer ones count as equal."""
 _SMALLEST = 1e-300
 """Spans below it leave floating point when they are divided into ticks."""
+_LOG_FACTOR = 5
+"""Of the ends of a logarithmic axis; a longer one has at least two of 1, 2 and 5 times a power of ten on it."""
 _DECADES = 305
 """Powers of ten that a logarithmic axis ends at."""
 
@@ -61,8 +64,9 @@ def value_range(chart: Chart) -> tuple[float, float]:
 
 def value_ticks(chart: Chart, low: float, high: float) -> tuple[list[float], list[str]]:
     """Ticks of a chart's values within a range, and their labels."""
-    values = log_ticks(low, high) if chart.log else ticks(low, high, count=NUM_TICKS)
-    return values, tick_labels(values, form=chart.form, log=chart.log)
+    log = chart.log and high > _LOG_FACTOR * low
+    values = log_ticks(low, high) if log else ticks(low, high, count=NUM_TICKS)
+    return values, tick_labels(values, form=chart.form, log=log)
 
 
 def step_range(charts: Iterable[Chart]) -> tuple[float, float]:
@@ -93,16 +97,14 @@ def ticks(low: float, high: float, *, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten within a range; where that leaves fewer than two, 2 and 5 times them as well."""
+    """Powers of ten within a range of more than a factor 5; of fewer than two, 2 and 5 times them as well."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, math.ceil(len(exponents) / 6))
+    every = math.ceil(len(exponents) / _MAX_POWERS)
     powers = [10.0**exponent for exponent in exponents if exponent % every == 0]
-    inside = [power for power in powers if low <= power <= high]
-    if len(inside) >= 2:
+    if len(inside := [power for power in powers if low <= power <= high]) >= 2:
         return inside
     finer = [factor * 10.0**exponent for exponent in exponents for factor in _ROUND[:-1]]
-    inside = [value for value in finer if low <= value <= high]
-    return inside if len(inside) >= 2 else [low, high]
+    return [value for value in finer if low <= value <= high]
 
 
 def tick_labels(values: Sequence[float], *, form: Form, log: bool = False) -> list[str]:

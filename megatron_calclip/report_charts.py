@@ -70,6 +70,18 @@ class Chart:
     """Logarithmic axis; values that are not positive are gaps."""
 
 
+_MAX_CHOICES = 40
+"""Calibrations of a line that are drawn."""
+
+
+def shown_choices(line: Line) -> tuple[tuple[Bar, ...], tuple[Mark, ...]]:
+    """Intervals and marks to draw: of many calibrations every n-th, back from the last. Evaluations have no marks, and stay."""
+    every = -(-len(line.marks) // _MAX_CHOICES) or 1
+    marks = line.marks[::-1][::every][::-1]
+    steps = {mark.step for mark in marks}
+    return tuple(bar for bar in line.bars if not marks or bar.step in steps), marks
+
+
 @dataclass(frozen=True)
 class Section:
     """Charts that belong together."""
@@ -242,7 +254,7 @@ def _bound_chart(side: Literal["lower", "upper"], letter: str, runs: Sequence[Ru
         key=f"bound_{side}",
         title=f"{'Lower' if side == 'lower' else 'Upper'} bound {letter}",
         description=f"Line: {letter} in force. Points: each calibration's choice {letter}* with its bootstrap interval; "
-        "triangle: at the edge of the grid, cross: held.",
+        "triangle: at the edge of the grid, cross: held. Of many, every n-th.",
         lines=tuple(lines),
         stairs=True,
     )

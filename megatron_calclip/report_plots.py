@@ -18,17 +18,17 @@ from matplotlib.lines import Line2D
 
 from megatron_calclip.html_page import visible
 from megatron_calclip.report_axes import step_range, value_range, value_ticks
-from megatron_calclip.report_charts import Chart, Line, sections
+from megatron_calclip.report_charts import Chart, Line, sections, shown_choices
 from megatron_calclip.report_data import Run
 from megatron_calclip.report_style import LIGHT, dash
+from megatron_calclip.report_svg import MAX_DOTS
 
 _WIDTH, _HEIGHT, _LEGEND_ROW = 6.0, 3.4, 0.2
 """Inches; a row of the legend adds to the height."""
 _DPI = 200
-_SETTINGS = {"svg.hashsalt": "megatron-calclip", "svg.fonttype": "none", "text.parse_math": False}
+_SETTINGS: dict[Any, Any] = {"svg.hashsalt": "megatron-calclip", "svg.fonttype": "none", "text.parse_math": False}
 """Names in the SVG do not depend on chance; its text stays text; a `$` in a run's name is a dollar."""
 _MARKERS = {"edge": "^", "held": "x"}
-_MAX_DOTS = 30
 _LEGEND_WIDTH, _LEGEND_LINE = 84, 8
 """Characters across a picture, and those that the line of an entry takes."""
 _MARGIN = 0.015
@@ -109,11 +109,12 @@ def _draw_line(axes: Axes, chart: Chart, line: Line) -> None:
         steps,
         values,
         drawstyle="steps-post" if chart.stairs else "default",
-        marker="o" if len(steps) <= _MAX_DOTS and not chart.stairs else None,
+        marker="o" if len(steps) <= MAX_DOTS and not chart.stairs else None,
         markersize=3,
         **_look(line.run),
     )
-    for bar in line.bars:
+    bars, marks = shown_choices(line)
+    for bar in bars:
         axes.plot([bar.step, bar.step], [bar.low, bar.high], color=colour, alpha=0.45, linewidth=1)
-    for mark in line.marks:
+    for mark in marks:
         axes.plot(mark.step, mark.value, _MARKERS.get(mark.status, "o"), color=colour, markersize=4)

@@ -1,20 +1,22 @@
 """A chart as inline SVG: small, sharp at any size, in the colours of the page around it.
 
 What: shapes only; strokes and fonts are the page's style sheet (`STYLE`), so that light and dark need one drawing. Each run is
-a group of class `r<index>`, which the page's legend can hide. Long runs are thinned to the extremes of each stretch of steps:
-a spike of one step is still seen.
+a group of class `r<index>`, which the page's legend can hide. A line of many steps is drawn as the mean of each stretch of them,
+within a band from the smallest to the largest value, so that a spike of one step is still seen.
 
 Left out on purpose: anything that needs a script. Files for slides and papers come from `report_plots`.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from megatron_calclip.html_page import text
 from megatron_calclip.report_axes import NUM_TICKS, Axis, tick_labels, ticks, value_range, value_ticks
-from megatron_calclip.report_charts import Chart, Line
+from megatron_calclip.report_charts import Chart, Line, Mark, shown_choices
 from megatron_calclip.report_data import Point
 from megatron_calclip.report_style import dash
 
@@ -26,6 +28,7 @@ svg .grid { stroke: var(--line); } svg .reference { stroke: var(--soft); stroke-
 svg .line { fill: none; stroke: var(--c); stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
 svg .dots { fill: none; stroke: var(--c); stroke-width: 4.5; stroke-linecap: round; }
 svg .bars { fill: none; stroke: var(--c); opacity: .45; stroke-width: 1.3; }
+svg .band { fill: var(--c); opacity: .18; }
 svg .edge { fill: var(--c); } svg .held { fill: none; stroke: var(--c); stroke-width: 1.5; }
 """.strip()
 
@@ -33,9 +36,9 @@ _WIDTH, _HEIGHT = 360, 190
 _TOP, _BOTTOM, _RIGHT = 8, 22, 12
 _CHARACTER = 6.3
 """Pixels of a digit at most."""
-MAX_POINTS = 600
-"""Of a line, two for each stretch: about as many as a screen shows."""
-_MAX_DOTS = 30
+MAX_POINTS = 300
+"""Of a line, one by one: about as many as can be told apart."""
+MAX_DOTS = 30
 """Lines of more points are drawn without dots."""
 _NEW_POINT = "h0"
 """A line of no length, which round ends make a dot."""
@@ -68,44 +71,68 @@ def draw(chart: Chart, labels: Sequence[str], *, steps: tuple[float, float]) -> 
     return "".join([*parts, "</svg>"])
 
 
-def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points or a few more, among them the extremes of each stretch and all gaps' ends.
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive points of a line."""
+
+    step: float
+    """Their middle."""
+    values: tuple[float, float, float] | None
+    """The smallest, their mean, the largest; None where one was not finite."""
+
+
+def stretches(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Stretch]:
+    """Points as they are, or where there are too many, stretches of about equally many.
 
     Args:
         points: ascending in their steps.
-        limit: at least 2.
+        limit: most points that stay as they are; half as many stretches are made of more.
     """
-    if len(points) <= limit:
-        return list(points)
-    size = -(-2 * len(points) // limit)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        finite = [(value, step) for step, value in stretch if value is not None]
-        if len(finite) < len(stretch):
-            kept.append((next(step for step, value in stretch if value is None), None))
-        kept += [(step, value) for value, step in {min(finite), max(finite)}] if finite else []
-    return sorted(kept, key=lambda point: point[0])
+    count = len(points) if len(points) <= limit else limit // 2
+    edges = [index * len(points) // count for index in range(count + 1)]
+    found = []
+    for start, end in pairwise(edges):
+        part = points[start:end]
+        values = [value for _, value in part if value is not None]
+        middle = (part[0][0] + part[-1][0]) / 2
+        if len(values) < len(part):
+            found.append(Stretch(middle, None))
+        else:
+            found.append(Stretch(middle, (min(values), statistics.fmean(values), max(values))))
+    return found
 
 
 def _line(chart: Chart, line: Line, label: str, x: Axis, y: Axis) -> str:
-    points = [
-        (x(step), None if value is None or (chart.log and value <= 0) else y(value))
-        for step, value in thinned(line.points)
-    ]
+    points = [(step, None if value is None or (chart.log and value <= 0) else value) for step, value in line.points]
+    parts_of_line = stretches(points)
     dashes = " ".join(f"{length:g}" for length in dash(line.run))
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     parts = [f'<g class="r{line.run}"><title>{text(_described(chart, line, label))}</title>']
-    if line.bars:
-        bars = "".join(f"M{_pixel(x(bar.step))} {_pixel(y(bar.low))}V{_pixel(y(bar.high))}" for bar in line.bars)
-        parts.append(f'<path class="bars" d="{bars}"/>')
-    if path := _path(points, stairs=chart.stairs):
+    bars, marks = shown_choices(line)
+    if bars:
+        path = "".join(f"M{_pixel(x(bar.step))} {_pixel(y(bar.low))}V{_pixel(y(bar.high))}" for bar in bars)
+        parts.append(f'<path class="bars" d="{path}"/>')
+    if len(parts_of_line) < len(points):
+        parts.append(f'<path class="band" d="{_band(parts_of_line, x, y)}"/>')
+    pixels = [(x(part.step), y(part.values[1]) if part.values else None) for part in parts_of_line]
+    if path := _path(pixels, stairs=chart.stairs):
         parts.append(f'<path class="line"{dashed} d="{path}"/>')
-    dots = [point for point in points if point[1] is not None]
-    if len(line.points) <= _MAX_DOTS and not chart.stairs:
+    if len(points) <= MAX_DOTS and not chart.stairs:
+        dots = [point for point in pixels if point[1] is not None]
         parts.append(f'<path class="dots" d="{_path(dots, joined=False)}"/>')
-    parts += _marks(line, x, y)
-    return "".join([*parts, "</g>"])
+    return "".join([*parts, *_marks(marks, x, y), "</g>"])
+
+
+def _band(line: Sequence[Stretch], x: Axis, y: Axis) -> str:
+    """The area between the extremes, interrupted with the line."""
+    areas = []
+    for is_gap, group in groupby(line, key=lambda part: part.values is None):
+        if is_gap:
+            continue
+        edges = [(x(part.step), y(part.values[0]), y(part.values[2])) for part in group if part.values]
+        around = [(place, high) for place, _, high in edges] + [(place, low) for place, low, _ in reversed(edges)]
+        areas.append("M" + "L".join(f"{_pixel(place)} {_pixel(value)}" for place, value in around) + "z")
+    return "".join(areas)
 
 
 def _described(chart: Chart, line: Line, label: str) -> str:
@@ -132,9 +159,9 @@ def _path(points: Sequence[tuple[float, float | None]], *, stairs: bool = False,
     return "".join(parts)
 
 
-def _marks(line: Line, x: Axis, y: Axis) -> list[str]:
+def _marks(marks: Sequence[Mark], x: Axis, y: Axis) -> list[str]:
     shapes: dict[str, list[str]] = {"edge": [], "held": [], "dots": []}
-    for mark in line.marks:
+    for mark in marks:
         across, down = x(mark.step), y(mark.value)
         if mark.status == "edge":
             shapes["edge"].append(f"M{_pixel(across - 4)} {_pixel(down + 3)}h8l-4 -7z")

@@ -74,7 +74,9 @@ def test_table(stubs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert row(page, "good") == ["good", "a case", "a peer", "2 x speed", "1 to 4", "at least 1.5", "yes"]
     assert row(page, "missed")[3:] == ["2 x speed", "1 to 4", "at least 3", "no"]
     assert row(page, "broken")[1:] == ["failed with exit status 3", "", "", "", "", "no"]
-    assert page.endswith("On a GPU:\n\nnot yet run (`tools/gpu_check.sh WHEELS --output FILE`)\n")
+    assert page.endswith(
+        "On a GPU:\n\nnot yet run: `tools/gpu_check.sh WHEELS --output FOLDER/gpu_check.md` measures it\n"
+    )
     table = json.loads((stubs / "table.json").read_text())
     assert table["benchmarks"]["good"]["results"][0]["ratio"] == 2.0
     assert table["benchmarks"]["broken"]["error"] == "failed with exit status 3"
@@ -85,7 +87,7 @@ def test_quick_leaves_the_long_ones_out(stubs: Path) -> None:
     assert runner.main(["--quick", "--output", str(stubs)]) == 0
     page = (stubs / "table.md").read_text()
     assert row(page, "good")[3:5] == ["2 x speed", ""]
-    assert "| missed" not in page
+    assert "| missed" not in page and "Quick: goals are set for the full sizes." in page
 
 
 def test_results_are_reused_only_when_asked(stubs: Path) -> None:

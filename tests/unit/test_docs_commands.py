@@ -27,6 +27,8 @@ from megatron_calclip import cli, launch
 from megatron_calclip.config_file import find_config, load_config
 from megatron_calclip.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # a benchmark imported before
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,6 +47,10 @@ MARKED = {
     "python -c 'import torch, transformer_engine": "needs a GPU",
     "tools/gpu_check.sh WHEELS": "needs a GPU",
 }
+
+
+FRAMEWORKS = re.compile(r"(?:\.\.\./)?(examples/(?:nemo_aligner|nemo_rl|megatron_rl|verl)/\w+\.py)")
+"""Scripts that need another framework's environment: they are there, and tests/integrations runs them."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,13 @@ class Parsed(Exception):
     """A parser took its arguments."""
 
 
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are typed there; a wrong configuration is a failure instead of this process's end."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch, "_exit", lambda error: pytest.fail(str(error)))
+
+
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], list[str]], None]:
     """A function that starts a program and stops it where its parser has taken the arguments."""
@@ -141,7 +154,10 @@ def check_torchrun(words: list[str], read: Any) -> None:
 
 def check_python(words: list[str], read: Any) -> None:
     """A module or a script; run if that is cheap."""
-    if words[0] == "-c":
+    if (script := FRAMEWORKS.match(words[0])) is not None:
+        assert (ROOT / script[1]).is_file(), words[0]
+        assert all((ROOT / word).is_file() for word in words if word.startswith("conf/")), words
+    elif words[0] == "-c":
         compile(words[1], "docs", "exec")
     elif words[:2] == ["-m", "venv"]:
         assert len(words) == 3
@@ -203,6 +219,8 @@ def check(program: str, words: list[str], read: Any) -> None:
         check_pytest(words)
     elif program == "sbatch":
         check_sbatch(words)
+    elif program in ("cd", "export"):
+        pass
     elif program in TOOLS:
         assert not words or words[0] in TOOLS[program], words
     elif program.endswith(".sh"):
@@ -212,8 +230,7 @@ def check(program: str, words: list[str], read: Any) -> None:
 
 
 @pytest.mark.parametrize("command", pages(fenced_commands))
-def test_fenced_command(command: Command, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_fenced_command(command: Command, read: Any) -> None:
     if any(command.text.startswith(start) for start in MARKED):
         return
     program, *words = command.words
@@ -262,9 +279,7 @@ def test_commands_are_found() -> None:
         "rm -r runs",
     ],
 )
-def test_a_wrong_command_is_noticed(text: str, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch, "_exit", lambda error: pytest.fail(str(error)))
+def test_a_wrong_command_is_noticed(text: str, read: Any) -> None:
     program, *words = Command("", text).words
     with pytest.raises((AssertionError, UserError, SystemExit, pytest.fail.Exception)):
         check(program, words, read)

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_calclip.batch import Completion, Prompt, Trajectories
@@ -137,15 +139,39 @@ def test_metrics_of_several_sets() -> None:
         (r"so \boxed{042}", "42"),
         (r"\boxed{42.0}", "42"),
         (r"\boxed{1{,}000}", "1000"),
-        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{ \frac 12 }", r"\frac{1}{2}"),
+        (r"\boxed{\dfrac{1}{2}}", "1/2"),
+        (r"\boxed{ \frac 12 }", "1/2"),
+        (r"\boxed{0.5}", "1/2"),
+        (r"\boxed{20 \text{ cm}}", "20"),
+        ("The answer is 20 miles.", "20"),
+        (r"\boxed{ x + \dfrac13 }", r"x+\frac{1}{3}"),
         (r"\boxed{1} and \boxed{x+1}", "1,x+1"),
         ("Answer: 7", "7"),
+        (r"\boxed{7^{9^{9}}}", "7^{9^{9}}"),
+        (rf"\boxed{{{'7' * 500}}}", None),
         ("no idea, really.\nNone.", None),
     ],
 )
 def test_math_votes(completion: str, vote: str | None) -> None:
     assert math_vote(completion) == vote
+
+
+@given(text=st.text(alphabet=r"\boxed{}^_$0123456789.,-+/()frac \n%e", max_size=60))
+@settings(deadline=None)
+def test_any_text_has_a_vote_or_none(text: str) -> None:
+    for completion in (text, rf"\boxed{{{text}}}", rf"\boxed{{10^{{{text}}}}}"):
+        math_vote(completion)
+        assert vote_of("math", completion) == math_vote(completion)
+
+
+def test_votes_of_numbers_that_are_too_long_to_write() -> None:
+    one, same, other = (math_vote(rf"\boxed{{{text}}}") for text in ("10^{2400}", "100^{1200}", "10^{2401}"))
+    assert one is not None and one.startswith("0x") and one == same != other
+
+
+def test_votes_that_cannot_be_read_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_calclip.evaluation.normalize", lambda text: 1 / 0)
+    assert vote_of("math", r"\boxed{1}") is None
 
 
 def test_votes_by_reward() -> None:

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import calibration_row, metrics_row, run_of
 
-from megatron_calclip.report_axes import Axis, log_ticks, step_range, tick_labels, ticks, value_range
-from megatron_calclip.report_charts import Bar, Chart, Line, Mark, sections
-from megatron_calclip.report_data import Point
+from megatron_calclip.report_axes import Axis, log_ticks, step_range, tick_labels, ticks, value_range, value_ticks
+from megatron_calclip.report_charts import Bar, Chart, Line, Mark, sections, shown_choices
 from megatron_calclip.report_style import DARK, DARK_CARD, DASHES, LIGHT, LIGHT_CARD
-from megatron_calclip.report_svg import draw, thinned
+from megatron_calclip.report_svg import Stretch, draw, stretches
 
 VALUES = st.one_of(st.none(), st.floats(-1e300, 1e300), st.floats(-2, 2), st.floats(0, 1e-300))
 
@@ -41,7 +40,11 @@ def test_round_ticks() -> None:
     assert tick_labels([1.00e9, 1.01e9], form="number") == ["1.00e+09", "1.01e+09"]
     assert log_ticks(0.05, 200) == pytest.approx([0.1, 1, 10, 100])
     assert log_ticks(0.4, 3) == pytest.approx([0.5, 1, 2])
-    assert log_ticks(3.1, 3.2) == [3.1, 3.2]
+    narrow = chart_of(log=True)
+    values, names = value_ticks(narrow, 3.1, 3.2)
+    assert values == pytest.approx([3.1, 3.12, 3.14, 3.16, 3.18, 3.2])
+    assert names == ["3.10", "3.12", "3.14", "3.16", "3.18", "3.20"]
+    assert value_ticks(narrow, 1, 1000) == ([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     assert tick_labels([0.1, 10, 1000], form="number", log=True) == ["0.1", "10", "1,000"]
 
 
@@ -53,6 +56,12 @@ def test_ticks_lie_within_and_differ(one: float, other: float) -> None:
     assert 2 <= len(found) <= 9 and all(low <= value <= high for value in found)
     labels = tick_labels(found, form="number")
     assert len(set(labels)) == len(labels)
+
+
+@given(st.floats(1e-290, 1e280), st.floats(5.001, 1e10))
+def test_long_log_axes_have_ticks(low: float, factor: float) -> None:
+    found = log_ticks(low, low * factor)
+    assert 2 <= len(found) <= 7 and all(low <= value <= low * factor for value in found)
 
 
 def test_ranges() -> None:
@@ -131,21 +140,50 @@ def test_every_drawing_is_sound(values: list[float | None], stairs: bool, percen
 
 
 @given(st.lists(VALUES, min_size=1, max_size=400), st.integers(2, 50))
-def test_thinning_keeps_extremes_and_gaps(values: list[float | None], limit: int) -> None:
-    points: list[Point] = list(enumerate(values))
-    kept = thinned(points, limit)
-    assert set(kept) <= set(points) and [step for step, _ in kept] == sorted({step for step, _ in kept})
-    assert len(kept) <= 1.5 * limit + 3
-    assert (None in [value for _, value in kept]) == (None in values)
-    finite = [value for value in values if value is not None]
-    if finite:
-        shown = [value for _, value in kept if value is not None]
-        assert (min(shown), max(shown)) == (min(finite), max(finite))
+def test_stretches_keep_extremes_and_gaps(values: list[float | None], limit: int) -> None:
+    parts = stretches(tuple(enumerate(values)), limit)
+    if len(values) <= limit:
+        assert [(part.step, part.values and part.values[1]) for part in parts] == list(enumerate(values))
+    else:
+        assert len(parts) == limit // 2
+    assert any(part.values is None for part in parts) == (None in values)
+    for part, other in itertools.pairwise(parts):
+        assert part.step < other.step
+    if None not in values:
+        low, means, high = zip(*(part.values for part in parts if part.values), strict=True)
+        assert min(low) == min(values) and max(high) == max(values)  # type: ignore[type-var]
+        assert all(
+            least <= mean * (1 + 1e-12 * (1 if mean > 0 else -1)) for least, mean in zip(low, means, strict=True)
+        )
 
 
-def test_long_runs_stay_small() -> None:
-    points = tuple((step, math.sin(step / 50)) for step in range(100_000))
-    assert len(draw(chart_of(Line(0, points)), ["a"], steps=(0, 100_000))) < 12_000
+def test_long_lines_by_hand() -> None:
+    """Five points as stretches of two and three, with a band between their extremes."""
+    points = ((1, 2.0), (2, 4.0), (3, 0.0), (4, 8.0), (5, 10.0))
+    assert stretches(points, 4) == [Stretch(1.5, (2.0, 3.0, 4.0)), Stretch(4.0, (0.0, 6.0, 10.0))]
+    assert stretches(((1, 2.0), (2, None), (3, 1.0)), 2) == [Stretch(2.0, None)]
+
+
+def test_long_runs_stay_small_and_show_their_extremes() -> None:
+    points = tuple((step, 5.0 if step == 70_000 else math.sin(step / 5000)) for step in range(100_000))
+    drawing = draw(chart_of(Line(0, points)), ["a"], steps=(0, 99_999))
+    assert len(drawing) < 8_000
+    paths = paths_of(drawing)
+    assert len(paths["line"]) == len(paths["band"]) == 1 and "dots" not in paths
+    low, high = value_range(chart_of(Line(0, points)))
+    y = Axis(low, high, start=168, end=8)
+    # Pairs of numbers, around the area: the spike is its highest point.
+    assert min(numbers_of(paths["band"][0])[1::2]) == pytest.approx(y(5.0), abs=0.051)
+    assert min(numbers_of(paths["line"][0].replace("h0", ""))[1::2]) > y(1.01)
+
+
+def test_many_calibrations_are_drawn_in_part() -> None:
+    marks = tuple(Mark(step, 0.5, "held") for step in range(1, 101))
+    line = Line(0, ((1, 0.5), (100, 0.5)), bars=tuple(Bar(mark.step, 0.4, 0.6) for mark in marks), marks=marks)
+    bars, shown = shown_choices(line)
+    assert [mark.step for mark in shown] == [bar.step for bar in bars] == list(range(1, 101, 3))
+    evaluated = Line(0, line.points, bars=line.bars)
+    assert shown_choices(evaluated) == (line.bars, ())
 
 
 def test_charts_of_runs() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import math
+import platform
 from pathlib import Path
 
 import pytest
 from report_runs import calibration_row, metrics_row, write_run
 
+from megatron_calclip.config_file import config_from_dict
 from megatron_calclip.errors import UserError
 from megatron_calclip.report_data import MAX_RUNS, labels, load_runs, number
+from megatron_calclip.tracking import Tracker
+from megatron_calclip.versions import versions
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -99,3 +105,20 @@ def test_numbers() -> None:
         -2.5,
         *[None] * 7,
     ]
+
+
+def test_what_the_tracker_writes_is_read(tmp_path: Path) -> None:
+    model = {"shape": {}, "tokenizer": "characters"}
+    values = {"model": model, "run_dir": str(tmp_path / "run"), "tracking": {"tensorboard": False}}
+    with Tracker(config_from_dict(values), active=True, first_step=0) as tracker:
+        tracker.log({"step": 1, "entropy": 1.5, "grad_norm": math.inf})
+        tracker.calibration({"step": 1, "report": None, "log": (), "attribution": {}})
+    (run,) = load_runs([tmp_path / "run"])
+    assert run.points("entropy") == ((1, 1.5),) and run.points("grad_norm") == ((1, None),)
+    assert len(run.calibrations) == 1 and run.config["tracking.tensorboard"] == "false"
+    assert run.versions == versions() and run.notes == ()
+    assert (run.versions["torch"], run.versions["python"]) == (
+        importlib.metadata.version("torch"),
+        platform.python_version(),
+    )
+    assert all(name in ("megatron_calclip", "python") or importlib.metadata.version(name) for name in run.versions)

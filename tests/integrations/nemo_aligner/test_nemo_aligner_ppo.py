@@ -19,8 +19,12 @@ stubs.install()
 
 from pathlib import Path
 
-from aligner_adapter import AlignerAdapter
-from contract import AdapterContract
+import torch
+from aligner_adapter import AlignerAdapter, Table
+from contract import SETTINGS, AdapterContract, make_minibatch
+
+from megatron_calclip.integrations.controller import ClipController
+from megatron_calclip.integrations.nemo_aligner import calibrated_actor
 
 pytestmark = pytest.mark.integration
 
@@ -48,3 +52,26 @@ def test_measuring_disturbs_nothing(adapter: AlignerAdapter, tmp_path: Path) -> 
     from aligner_loop import check_loop
 
     check_loop(adapter, tmp_path)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_unfinished_answers_do_not_count(adapter: AlignerAdapter) -> None:
+    """PPO's loss leaves sequences with `is_end` 0 out."""
+    data = make_minibatch(1)
+    rows = torch.arange(len(data.old))
+    model = Table(data.x)
+    actor = adapter.actor(calibrated_actor(adapter.module.MegatronGPTActorModel), model, SETTINGS, rows=len(rows))
+    controller = ClipController.from_settings(SETTINGS)
+    assert controller is not None
+    measurement = controller.begin(1, num_updates=2)
+    assert measurement is not None
+    batch = adapter.batch(data, rows) | {
+        "calclip_shadow_old": data.shadow_old,
+        "calclip_shadow_new": data.shadow,
+        "calclip_rows": rows,
+        "is_end": (rows != 2).float(),
+    }
+    actor._calclip_add(measurement, batch, model(batch["response_tokens"]))
+    report = controller.finish(measurement)
+    counted = data.mask[(rows != 2) & (data.advantages[:, 0] != 0)].sum()
+    assert report.num_negative + report.num_positive == counted
