@@ -153,8 +153,10 @@ def candidates(run_dir: Path) -> Iterator[Candidate]:
     Raises:
         UserError: for a folder that cannot be looked into.
     """
-    tracker, known = run_dir / TRACKER, sorted(steps(run_dir), reverse=True)
-    if is_file(tracker, "run_dir"):
+    tracker = run_dir / TRACKER
+    tracked = is_file(tracker, "run_dir")
+    known = sorted(steps(run_dir), reverse=True)
+    if tracked:
         try:
             content = json.loads(tracker.read_text())
             step, folder, expected = int(content["step"]), run_dir / content["folder"], content["manifest_sha256"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 import time
 import warnings
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_yaml, launch_world_size, load_config
-from megatron_calclip.errors import UserError
+from megatron_calclip.errors import EXIT_FAILED, UserError
 
 # How long a rank keeps to itself what may be another rank's to report. When one has failed, torchrun ends the
 # others: it looks ten times a second.
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception:
         # A rank that has died shows on others as a failing collective; its own message is the one to read.
         if launch_world_size() > 1:
-            time.sleep(WAIT_SECONDS)
+            _give_way()
         raise
 
 
@@ -91,8 +92,23 @@ def wrong_apex() -> UserError | None:
     )
 
 
+def _wait_for_the_end() -> None:
+    """Leave torchrun the time to end this rank for another one's failure."""
+    from megatron_calclip.guards.preemption import stand_down
+
+    if stand_down():
+        os._exit(EXIT_FAILED)  # it has tried already
+    time.sleep(WAIT_SECONDS)
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _give_way() -> None:
+    """Wait for torchrun to end this rank. Its SIGTERM, for a run a request to save (`guards.preemption`), is that again."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(WAIT_SECONDS)
 
 
 def _exit(error: UserError) -> NoReturn:
@@ -102,7 +118,7 @@ def _exit(error: UserError) -> NoReturn:
     """
     line = " ".join(str(error).split())  # messages of libraries and of the user's own code may have several
     if rank := _rank():
-        time.sleep(WAIT_SECONDS)
+        _give_way()
         line += f" (rank {rank})"
     print(f"error: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -10,12 +10,22 @@ import signal
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from megatron_calclip.learner.runtime import Runtime
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def stand_down() -> bool:
+    """A run that fails no longer saves: signals end it as they end any process.
+
+    Returns:
+        whether one had come before.
+    """
+    listening = [getattr(signal.getsignal(signum), "__self__", None) for signum in SIGNALS]
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    return any(isinstance(one, Preemption) and one.received is not None for one in listening)
 
 
 class Preemption:
@@ -36,5 +46,4 @@ class Preemption:
 
     def requested(self) -> bool:
         """Whether any rank was told to stop; collective."""
-        flag = torch.tensor(float(self.received is not None))
-        return bool(self.runtime.max_over_world(flag) > 0)
+        return self.runtime.any_rank(self.received is not None)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors import SafetensorError
@@ -103,8 +102,7 @@ class PendingSave:
 
     def is_written(self) -> bool:
         """Whether all ranks' files are; collective."""
-        writing = self.writer is not None and self.writer.is_alive()
-        return float(self.runtime.max_over_world(torch.tensor(float(writing)))) == 0.0
+        return not self.runtime.any_rank(self.writer is not None and self.writer.is_alive())
 
     def finish(self) -> Path:
         """Wait for the files, and let the checkpoint count; collective.

@@ -59,6 +59,10 @@ class Runtime:
         """All-reduce a tensor by maximum over all ranks; returns a new tensor."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is true on any rank; the same answer on all."""
+        return bool(self.max_over_world(torch.tensor(float(flag))) > 0)
+
     def _reduce(self, value: Tensor, op: Any) -> Tensor:
         reduced = value.detach().to(self.device, copy=True)
         if self.world_size > 1:

@@ -227,12 +227,12 @@ LATE = {
     "run_dir's name too long": (["run_dir=" + 300 * "x"], r"run_dir: File name too long", 2),
     "tracker that names nothing": (
         ["run_dir={folder}/no_object"],
-        r"checkpoint\.resume: .*latest_checkpoint\.json cannot be read",
+        r"checkpoint\.resume: no checkpoint is whole .*latest_checkpoint\.json: cannot be read",
         2,
     ),
     "checkpoint damaged": (
         ["checkpoint.resume={folder}/damaged"],
-        r"checkpoint\.resume: .*state\.json is damaged",
+        r"checkpoint\.resume: .*damaged is damaged \(has no manifest\.json\)",
         2,
     ),
     "checkpoint absent": (

@@ -19,7 +19,7 @@ from megatron_calclip.batch import Completion, Prompt, TrainingBatch, Trajectori
 from megatron_calclip.config import AlarmsConfig
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.guards.alarms import Alarms
-from megatron_calclip.guards.preemption import Preemption
+from megatron_calclip.guards.preemption import Preemption, stand_down
 from megatron_calclip.guards.skipped import MAX_DUMPS, SkippedUpdates
 from megatron_calclip.guards.watchdog import Standing, Watchdog, standing, table
 
@@ -155,8 +155,8 @@ def test_the_watchdog_ends_a_stage_that_takes_too_long(capfd: pytest.CaptureFixt
 class Lone:
     """A rank on its own."""
 
-    def max_over_world(self, value: torch.Tensor) -> torch.Tensor:
-        return value
+    def any_rank(self, flag: bool) -> bool:
+        return flag
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
@@ -167,6 +167,10 @@ def test_a_signal_is_noted(signum: signal.Signals) -> None:
         assert not preemption.requested()
         os.kill(os.getpid(), signum)
         assert preemption.requested() and preemption.received is signum
+        assert stand_down() and signal.getsignal(signum) is signal.SIG_DFL
+        assert not stand_down()
+        Preemption(Lone())  # type: ignore[arg-type]
+        assert not stand_down()  # none had come
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
