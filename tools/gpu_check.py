@@ -160,7 +160,6 @@ class Bench:
         config = config_from_dict(
             {
                 "model": {"hf": ".", "max_sequence_length": s.num_tokens},
-                "data": {"eval": None},
                 "rollout": {"max_new_tokens": 1},
                 "precision": {"recipe": recipe, "backend": backend, "fp8_param": fp8_param},
                 "train": {"tokens_per_microbatch": s.num_tokens, "prompts_per_step": s.num_sequences, "num_steps": 100},

@@ -178,10 +178,10 @@ def test_long_runs_stay_small_and_show_their_extremes() -> None:
 
 
 def test_many_calibrations_are_drawn_in_part() -> None:
-    marks = tuple(Mark(step, 0.5, "held") for step in range(1, 101))
+    marks = tuple(Mark(step, 0.5, "held") for step in range(1, 102))
     line = Line(0, ((1, 0.5), (100, 0.5)), bars=tuple(Bar(mark.step, 0.4, 0.6) for mark in marks), marks=marks)
     bars, shown = shown_choices(line)
-    assert [mark.step for mark in shown] == [bar.step for bar in bars] == list(range(1, 101, 3))
+    assert [mark.step for mark in shown] == [bar.step for bar in bars] == list(range(2, 102, 3))
     evaluated = Line(0, line.points, bars=line.bars)
     assert shown_choices(evaluated) == (line.bars, ())
 
