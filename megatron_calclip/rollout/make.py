@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_calclip.config import Config
+from megatron_calclip.config import Config, RolloutConfig
 from megatron_calclip.errors import UserError
 from megatron_calclip.rollout.engine import RolloutEngine
 from megatron_calclip.rollout.local import LocalEngine
@@ -21,6 +21,10 @@ from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransf
 
 if TYPE_CHECKING:
     from megatron_calclip.learner.runtime import Runtime
+
+_CPU_PRECISIONS = ("bf16", "fp8_per_channel")
+_FIRST_CAPABILITY = {"fp8_per_tensor": (8, 9), "fp8_per_channel": (8, 9), "fp8_per_block": (8, 9), "mxfp8": (10, 0)}
+"""W8A8 FP8 came with Ada and Hopper, block scales in hardware with Blackwell."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -44,6 +48,9 @@ def make_engine(
             kv_cache=rollout.kv_cache,
         )
     check_key(rollout.vllm.urls)
+    if rollout.vllm.launch:
+        capability = torch.cuda.get_device_capability(runtime.device) if runtime.device.type == "cuda" else None
+        check_device(rollout, capability)
     folder = Path(config.run_dir).resolve() / "vllm"
     servers = None
     if rollout.vllm.launch and runtime.rank == 0:
@@ -65,6 +72,36 @@ def make_engine(
         stop=servers.stop if servers else lambda: None,
         sleeps=rollout.vllm.colocated,
     )
+
+
+def check_device(rollout: RolloutConfig, capability: tuple[int, int] | None) -> None:
+    """Refuse what vLLM cannot do on the machine that the run starts its servers on.
+
+    Args:
+        rollout: precision, colocation.
+        capability: CUDA compute capability; None without a GPU.
+
+    Raises:
+        UserError: naming the setting, with the reason.
+    """
+    precision = rollout.precision
+    if capability is None:
+        if rollout.vllm.colocated:
+            raise UserError("rollout.vllm.colocated", "vLLM puts servers to sleep on GPUs only; use false without one")
+        if precision not in _CPU_PRECISIONS:
+            raise UserError(
+                "rollout.precision",
+                f"vLLM without a GPU has no kernel for {precision}; use {' or '.join(_CPU_PRECISIONS)}, or "
+                "rollout.engine=local, which emulates all schemes",
+            )
+        return
+    needed = _FIRST_CAPABILITY.get(precision, (0, 0))
+    if capability < needed:
+        raise UserError(
+            "rollout.precision",
+            f"{precision} needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability[0]}.{capability[1]}; "
+            "use fp8_per_channel on Ada and Hopper, bf16 on older ones",
+        )
 
 
 def check_key(urls: Sequence[str]) -> None:

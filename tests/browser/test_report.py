@@ -22,6 +22,7 @@ import pytest
 
 from megatron_calclip.report_data import load_runs
 from megatron_calclip.report_page import page
+from megatron_calclip.report_style import DARK, LIGHT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -141,6 +142,8 @@ def test_report(report: str, tmp_path: Path, width: int, scheme: str) -> None:
     for name, ground, least in (("ink", paper, 7), ("line", card, 3)):
         dark, light = sorted((luminance(found[name]), ground))
         assert (light + 0.05) / (dark + 0.05) >= least
+    expected = (DARK if scheme == "dark" else LIGHT)[0]
+    assert [int(part) for part in re.findall(r"\d+", found["line"])] == list(bytes.fromhex(expected[1:]))
     # The box of the first run hides it, and nothing of the other.
     first, second, rows = found["before"]
     assert first > 5 and second > 5 and rows > 0

@@ -108,6 +108,11 @@ def test_attribution_shows_only_what_it_divides() -> None:
     (table,) = attributions([run_of(calibrations=(calibration_row(1), calibration_row(2)))])
     assert table.title == "False clips by entropy, nats"
     assert [texts(row) for row in table.rows] == [["L", "0%", "100%", "2"]]
+    empty = {"lower": 1.0, "upper": 2.0, "num_low": 0, "num_high": 0, "rate_low": None, "rate_high": None}
+    spread = calibration_row(1)
+    spread["attribution"]["entropy"].append(empty)
+    (table,) = attributions([run_of(calibrations=(spread,))])
+    assert table.columns == ("bound", "< 2", "≥ 2", "false clips")
     whole = calibration_row(1)
     del whole["attribution"]["entropy"][0]
     assert attributions([run_of(calibrations=(whole,))]) == []
@@ -117,7 +122,7 @@ def test_attribution_shows_only_what_it_divides() -> None:
 
 def test_summary_by_hand() -> None:
     rows = [
-        metrics_row(step, **{"nmae/amplification": float(step), "updates/skipped": step % 2}) for step in range(1, 9)
+        metrics_row(step, **{"nmae/amplification": float(step**2), "updates/skipped": step % 2}) for step in range(1, 9)
     ]
     rows[0] |= {"eval/score": 0.25, "eval/stderr": 0.05}
     rows[5] |= {"eval/score": 0.5}
@@ -135,7 +140,7 @@ def test_summary_by_hand() -> None:
         "clipped at H, A > 0": NONE,
         "over-clip L": "1.50",
         "over-clip H": NONE,
-        "amplification": "4.50",
+        "amplification": "20.50",
         "last bounds": "[0.65, 1.8]",
         "calibration's time": "6.2%",
         "s/step": "2",

@@ -21,6 +21,7 @@ from megatron_calclip.rollout import vllm, vllm_server
 from megatron_calclip.rollout.broadcast import Muster
 from megatron_calclip.rollout.engine import Request
 from megatron_calclip.rollout.fingerprint import fingerprint
+from megatron_calclip.rollout.make import check_device
 from megatron_calclip.rollout.vllm import VllmEngine
 from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransfer, Transfer
 
@@ -305,6 +306,37 @@ def test_command_line() -> None:
     line = vllm_server.command(colocated, Path("m"), port=8400, max_sequence_length=64)
     assert line[line.index("--kv-cache-dtype") + 1] == "fp8_e4m3" and "--enable-sleep-mode" in line
     assert "--quantization" not in vllm_server.command(RolloutConfig(), Path("m"), port=1, max_sequence_length=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "problem"),
+    [
+        ({"precision": "fp8_per_channel"}, None, None),
+        (
+            {"precision": "fp8_per_block"},
+            None,
+            r"rollout\.precision: vLLM without a GPU has no kernel for fp8_per_block",
+        ),
+        (
+            {"precision": "mxfp8"},
+            (9, 0),
+            r"rollout\.precision: mxfp8 needs compute capability 10\.0, this GPU has 9\.0",
+        ),
+        ({"precision": "mxfp8"}, (10, 0), None),
+        ({"precision": "fp8_per_tensor"}, (8, 0), r"fp8_per_tensor needs compute capability 8\.9"),
+        ({"precision": "fp8_per_block"}, (9, 0), None),
+        ({"vllm": VllmConfig(launch=True, colocated=True)}, None, r"rollout\.vllm\.colocated: .*on GPUs only"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(
+    settings: dict[str, Any], capability: tuple[int, int] | None, problem: str | None
+) -> None:
+    rollout = RolloutConfig(engine="vllm", **settings)
+    if problem is None:
+        check_device(rollout, capability)
+    else:
+        with pytest.raises(UserError, match=problem):
+            check_device(rollout, capability)
 
 
 def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *, timeout: float) -> None:
