@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
 import time
 import warnings
@@ -92,22 +91,16 @@ def wrong_apex() -> UserError | None:
     )
 
 
-def _wait_for_the_end() -> None:
-    """Leave torchrun the time to end this rank for another one's failure."""
-    from megatron_calclip.guards.preemption import stand_down
-
-    if stand_down():
-        os._exit(EXIT_FAILED)  # it has tried already
-    time.sleep(WAIT_SECONDS)
-
-
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
 def _give_way() -> None:
     """Wait for torchrun to end this rank. Its SIGTERM, for a run a request to save (`guards.preemption`), is that again."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    from megatron_calclip.guards.preemption import stand_down
+
+    if stand_down():
+        os._exit(EXIT_FAILED)  # it has come already
     time.sleep(WAIT_SECONDS)
 
 

@@ -92,7 +92,8 @@ METRICS: dict[str, Metric] = {
         "sum over all samples",
     ),
     "rollout/staleness_mean": Metric(
-        "policy versions between the weights that drew a sample and those that began to train on it", "mean over samples"
+        "policy versions between the weights that drew a sample and those that began to train on it",
+        "mean over samples",
     ),
     "rollout/staleness_max": Metric("its maximum", "max over samples"),
     "importance/truncated": Metric("share of tokens whose importance weight exceeds the cap", _TOKENS),

@@ -247,7 +247,9 @@ class Verl(Adapter):
         )
         output = worker.train_mini_batch(data)
         metrics = tu.get(output, "metrics")
-        assert metrics["actor/calclip_low_negative"][0] == 0 < metrics["actor/calclip_low_negative"][-1], "r is 1 at first"
+        assert metrics["actor/calclip_low_negative"][0] == 0 < metrics["actor/calclip_low_negative"][-1], (
+            "r is 1 at first"
+        )
         assert {*metrics["actor/calclip_lower"], *metrics["actor/calclip_upper"]} == {0.6, 1.8}
         count = len(minibatches)
         assert engine.shadow_rows == [(0, count * rows), *((update, rows) for update in range(1, count))]
