@@ -11,7 +11,7 @@ python -m verl.trainer.main_ppo \
     algorithm.rollout_correction.rollout_is=token \
     algorithm.rollout_correction.rollout_is_threshold=2.0 \
     algorithm.rollout_correction.bypass_mode=false \
-    actor_rollout_ref.actor.strategy=megatron \
+    model_engine=megatron \
     actor_rollout_ref.actor.policy_loss.loss_mode=calclip \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     data.train_batch_size=256 \

@@ -15,6 +15,8 @@ pytest.importorskip("verl.version", reason="verl 0.9.1 is not installed; tests/i
 
 import contextlib
 import functools
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,12 +294,21 @@ def test_the_loss_is_registered_and_the_worker_is_in_place() -> None:
 
 def test_verl_imports_the_adapter_by_itself() -> None:
     """As its workers do: verl is imported first and imports the module that the environment names."""
-    import subprocess
-    import sys
-
     code = "import verl; from verl.trainer.ppo import core_algos; assert 'calclip' in core_algos.POLICY_LOSS_REGISTRY"
     env = os.environ | {"VERL_USE_EXTERNAL_MODULES": "megatron_calclip.integrations.verl"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, check=True, timeout=300)
+
+
+def test_the_example_is_a_configuration_of_verl() -> None:
+    """Every override of the example script exists in verl's configuration, which is composed and printed, not run."""
+    script = Path(__file__).resolve().parents[3] / "examples" / "verl" / "run_grpo_calibrated.sh"
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        ["bash", str(script), "--cfg", "job"], env=env, check=True, capture_output=True, text=True, timeout=300
+    )
+    for line in ("loss_mode: calclip", "strategy: megatron", "fp8_recipe: tensorwise", "rollout_is_threshold: 2.0"):
+        assert line in run.stdout
+    assert "verl.workers.config.McoreActorConfig" in run.stdout
 
 
 def test_a_process_without_a_calibrating_worker_is_told() -> None:
