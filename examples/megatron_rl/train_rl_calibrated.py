@@ -32,10 +32,10 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     try:
         calibrate(settings)
-        sys.argv[0] = "train_rl.py"
-        runpy.run_path("train_rl.py", run_name="__main__")
-    except UserError as error:
+    except (UserError, ImportError) as error:
         sys.exit(f"error: {error}")
+    sys.argv[0] = "train_rl.py"
+    runpy.run_path("train_rl.py", run_name="__main__")
 
 
 if __name__ == "__main__":

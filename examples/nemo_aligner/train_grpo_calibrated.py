@@ -25,7 +25,10 @@ def main() -> None:
     source = os.environ.get("NEMO_ALIGNER_SRC")
     if not source:
         sys.exit("error: NEMO_ALIGNER_SRC: not set; name a checkout of NeMo-Aligner's branch llama-nemotron-dev")
-    calibrate("grpo")
+    try:
+        calibrate("grpo")
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     script = Path(source) / "examples" / "nlp" / "gpt" / "train_gpt_grpo.py"
     sys.argv[0] = str(script)
     runpy.run_path(str(script), run_name="__main__")

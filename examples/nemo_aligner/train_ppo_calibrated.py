@@ -21,7 +21,10 @@ def main() -> None:
     source = os.environ.get("NEMO_ALIGNER_SRC")
     if not source:
         sys.exit("error: NEMO_ALIGNER_SRC: not set; name a checkout of NeMo-Aligner v0.7.0, which holds its scripts")
-    calibrate("ppo")
+    try:
+        calibrate("ppo")
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     script = Path(source) / "examples" / "nlp" / "gpt" / "train_gpt_ppo_actor.py"
     sys.argv[0] = str(script)
     runpy.run_path(str(script), run_name="__main__")

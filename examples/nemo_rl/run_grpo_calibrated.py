@@ -27,10 +27,14 @@ def main() -> None:
     if not source:
         sys.exit("error: NEMO_RL_SRC: not set; name a checkout of NeMo-RL")
     sys.path[:0] = [source, str(Path(source) / "examples")]
-    from megatron_calclip.integrations.nemo_rl import calibrate
-
     try:
-        calibrate(importlib.import_module("run_grpo")).main()
+        from megatron_calclip.integrations.nemo_rl import calibrate
+
+        script = calibrate(importlib.import_module("run_grpo"))
+    except ImportError as error:
+        sys.exit(f"error: {error}")
+    try:
+        script.main()
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.errors import UserError
 from megatron_calclip.integrations import require
+from megatron_calclip.integrations.clip_range import ClipRange
 from megatron_calclip.integrations.controller import ClipController, Measurement, PairedLogProbs, StateFolder, epsilons
 from megatron_calclip.integrations.shadow import framework_shadow_pass
 
@@ -48,27 +49,6 @@ _MODULES = {
 """Modules of the actor model and of the trainer, and the trainer's class."""
 
 _SHADOW_OLD, _SHADOW_NEW, _ROWS = "calclip_shadow_old", "calclip_shadow_new", "calclip_rows"
-
-
-class ClipRange(float):
-    """The epsilon of a symmetric clip that gives two bounds: `1.0 - x` is the lower one, `1.0 + x` the upper one.
-
-    Args:
-        bounds: the two bounds. The number's own value is the mean distance from 1.
-    """
-
-    def __new__(cls, bounds: ClipBounds) -> ClipRange:
-        """A number, so that whatever else looks at the setting finds one."""
-        return super().__new__(cls, sum(epsilons(bounds)) / 2)
-
-    def __init__(self, bounds: ClipBounds) -> None:
-        self.bounds = bounds
-
-    def __rsub__(self, one: float) -> float:
-        return self.bounds.lower + (one - 1.0)
-
-    def __radd__(self, one: float) -> float:
-        return self.bounds.upper + (one - 1.0)
 
 
 def calibrated_actor(base: Any) -> type:

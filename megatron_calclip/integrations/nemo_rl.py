@@ -30,6 +30,10 @@ _FRAMEWORK, _HOW = (
 )
 interfaces = require("nemo_rl.algorithms.loss.interfaces", framework=_FRAMEWORK, how=_HOW)
 loss_functions = require("nemo_rl.algorithms.loss.loss_functions", framework=_FRAMEWORK, how=_HOW)
+if not hasattr(interfaces, "MetricNormalizer"):
+    raise ImportError(
+        "this NeMo-RL is older than the adapter supports (0.7.0 is); use its main branch of August 2026 or later"
+    )
 
 WORKER = "megatron_calclip.integrations.nemo_rl_worker.CalibratedMegatronPolicyWorker"
 MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"

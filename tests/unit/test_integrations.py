@@ -17,6 +17,7 @@ from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
 from megatron_calclip.config import PrecisionConfig
 from megatron_calclip.errors import UserError
 from megatron_calclip.integrations import megatron_bridge, require, require_version
+from megatron_calclip.integrations.clip_range import ClipRange
 from megatron_calclip.integrations.controller import (
     ClipController,
     PairedLogProbs,
@@ -24,7 +25,6 @@ from megatron_calclip.integrations.controller import (
     epsilons,
     settings_from,
 )
-from megatron_calclip.integrations.nemo_aligner import ClipRange
 from megatron_calclip.integrations.shadow import bare_chunks, master_weight
 
 SETTINGS: dict[str, Any] = {"interval": 2, "start_step": 2, "num_replicates": 0, "min_tail_tokens": 1}
@@ -263,6 +263,19 @@ def test_a_missing_framework_is_one_sentence(adapter: str) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     assert "is needed for this adapter" in run.stdout and run.stdout.count("\n") == 1
+
+
+def test_a_nemo_rl_that_is_too_old_is_one_sentence() -> None:
+    """0.7.0 has no normalisation of metrics to register with."""
+    code = (
+        "import sys, types\n"
+        "for name in ('interfaces', 'loss_functions'):\n"
+        "    sys.modules[f'nemo_rl.algorithms.loss.{name}'] = types.ModuleType(name)\n"
+        "try: import megatron_calclip.integrations.nemo_rl\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "this NeMo-RL is older" in run.stdout and run.stdout.count("\n") == 1
 
 
 def test_require_says_what_is_missing_and_what_to_do() -> None:
