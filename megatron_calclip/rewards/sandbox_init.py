@@ -90,6 +90,9 @@ def _build_root(job: dict[str, Any]) -> None:
     links = {path: os.readlink(path) for path in job["folders"] if os.path.islink(path)}
     devices = {path: os.open(path, os.O_PATH) for path in _DEVICES}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=16m,mode=755")
+    # Before the rest, some of which may lie below /tmp: an interpreter in a clone there.
+    os.mkdir(root + "/tmp")
+    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={job['scratch_mib']}m,mode=1777")
     for path, descriptor in (sources | devices).items():
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -104,9 +107,8 @@ def _build_root(job: dict[str, Any]) -> None:
     for path, link in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         os.symlink(link, root + path)
-    for folder in ("/tmp", "/proc", "/program"):
+    for folder in ("/proc", "/program"):
         os.makedirs(root + folder, exist_ok=True)
-    _mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={job['scratch_mib']}m,mode=1777")
     with contextlib.suppress(OSError):  # a container may hide parts of /proc, and then not allow a new one
         _mount("proc", root + "/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _write_program(root + "/program", job)

@@ -370,3 +370,16 @@ def test_limits_hold_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == Run("ok", "left\n")
     if os.getuid() == 0:  # the user id is the program's own
         assert number == Run("ok", "2\n")
+
+
+@needs_sandbox
+def test_an_interpreter_below_tmp_is_seen(tmp_path: Path) -> None:
+    """A clone in /tmp has its environment there, where programs get a scratch folder of their own."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from megatron_calclip.rewards.sandbox import sandbox_problem\nprint(sandbox_problem())"
+    )
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "None", found.stdout
