@@ -1,6 +1,6 @@
 """What FP8 does to the clip, what calibration repairs of it, and what it does not: runs, and tables of them.
 
-    python -m examples.study --variant short     # minutes: the machinery
+    python -m examples.study --variant short     # minutes, most of them the supervised start; a single seed and few steps
     python -m examples.study                     # the hour: tensorwise with all arms, other recipes with two, three seeds
     python -m examples.study --variant full      # hours
     python -m examples.study --tables-only       # tables of what is there

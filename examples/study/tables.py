@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.study.arms import REPLAYED
 from megatron_calclip.algorithms.replay import replay
-from megatron_calclip.commands.replay import load_dumps, variants
+from megatron_calclip.commands.replay import AS_RUN, load_dumps, variants
 
 Row = dict[str, Any]
 
@@ -105,12 +105,16 @@ def summarise(runs: Sequence[Run]) -> Row:
 def replays(folders: Sequence[Path]) -> dict[str, Row]:
     """Ablations on the same tokens: clips on the dump after each calibration, pooled over seeds."""
     found: dict[str, Row] = {}
-    for change in REPLAYED:
+    for entry in REPLAYED:
+        presets = [
+            name for one in entry if one.startswith("preset=") for name in one.removeprefix("preset=").split(",")
+        ]
+        changes = [one for one in entry if not one.startswith("preset=")]
         for folder in folders:
             dumps = load_dumps([folder])
-            presets = change.removeprefix("preset=").split(",") if change.startswith("preset=") else []
-            changes = [] if presets else [change]
             for name, settings in variants(dumps[0].settings, presets, changes).items():
+                if name == AS_RUN and entry != REPLAYED[0]:
+                    continue  # once is enough
                 result = replay(dumps, settings)
                 row = found.setdefault(name, {"fp8": 0, "bf16": 0, "lower": [], "upper": []})
                 row["fp8"] += result.clips.lower8
