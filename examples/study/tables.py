@@ -31,7 +31,7 @@ COLUMNS: dict[str, str] = {
     "nmae/amplification": "amplification",
     "clip/lower": "L, end",
     "clip/upper": "H, end",
-    "ledger/flops_share": "calibration's share of FLOPs",
+    "ledger/flops_share": "shadow passes of every step, share of FLOPs",
 }
 """Key of a result -> heading. Shares and multiples are pooled over the steps from `FIRST_STEP` on."""
 
