@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from megatron_calclip.commands.output import check_plot, writing
+from megatron_calclip.commands.output import check_plot, rank_zero_speaks_first, writing
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import launch_world_size, load_config
 from megatron_calclip.errors import UserError
-from megatron_calclip.launch import WAIT_SECONDS, wrong_apex
+from megatron_calclip.launch import wrong_apex
 
 if TYPE_CHECKING:  # usage errors come before heavy imports
     from megatron_calclip.batch import Trajectories
@@ -113,13 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: for a model, settings, prompts or files that cannot be used.
     """
-    try:
+    with rank_zero_speaks_first():
         _run(arguments)
-    except UserError:
-        # What is wrong for all ranks, every rank finds; rank 0 says so first, and torchrun then ends the others.
-        if int(os.environ.get("RANK", "0")):
-            time.sleep(WAIT_SECONDS)
-        raise
 
 
 def _run(arguments: argparse.Namespace) -> None:

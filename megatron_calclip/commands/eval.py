@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,11 +24,11 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_calclip.commands.output import writing
+from megatron_calclip.commands.output import rank_zero_speaks_first, writing
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import launch_world_size, load_config
 from megatron_calclip.errors import UserError
-from megatron_calclip.launch import WAIT_SECONDS, wrong_apex
+from megatron_calclip.launch import wrong_apex
 
 _MAX_NEW_TOKENS = 4096
 """Longest completion of a HF folder's model, where nobody says; at most half of its context."""
@@ -88,13 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: for a model, settings, sets or a folder that cannot be used.
     """
-    try:
+    with rank_zero_speaks_first():
         _run(arguments)
-    except UserError:
-        # What is wrong for all ranks, every rank finds; rank 0 says so first, and torchrun then ends the others.
-        if int(os.environ.get("RANK", "0")):
-            time.sleep(WAIT_SECONDS)
-        raise
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -1,13 +1,16 @@
-"""What commands share when they write files: a picture's name is checked before any work, an error of the file system is the user's."""
+"""What commands share: checks of pictures before any work, errors of the file system, and who speaks first of several ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.launch import WAIT_SECONDS
 
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -37,3 +40,17 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise UserError(
             option, f"{path} cannot be written ({error.strerror or error}); name a writable file", exit_code=EXIT_FAILED
         ) from None
+
+
+@contextlib.contextmanager
+def rank_zero_speaks_first() -> Iterator[None]:
+    """Around a command that all ranks of a launch run.
+
+    What is wrong for all of them, every rank finds; rank 0 says so, and torchrun then ends the others.
+    """
+    try:
+        yield
+    except UserError:
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(WAIT_SECONDS)
+        raise
