@@ -176,15 +176,11 @@ def median_ratio(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.median(second / first for first, second in pairs)
 
 
-def measure(model: str, recipes: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
-    """All comparisons of one model; a world of one must be there."""
-    from megatron_calclip.learner import runtime
-
-    config = make_config("bf16")
-    started = runtime.start(config)
+def measure(model: str, recipes: Sequence[str], repetitions: int, started: Any) -> list[dict[str, Any]]:
+    """All comparisons of one model on a runtime of one process."""
     torch.manual_seed(0)
     tensors = dict(AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32).state_dict())
-    bf16 = Arm(model, config, started, tensors)
+    bf16 = Arm(model, make_config("bf16"), started, tensors)
     products = median_ratio(alternate(bf16.step, bare_products(model), repetitions))
     rows = []
     for recipe in recipes:
@@ -237,8 +233,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.models, arguments.repetitions = ["4M"], 3
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    from megatron_calclip.learner import runtime
+
+    started = runtime.start(make_config("bf16"))
     print(f"{'':36} BF16 s products   step  asked  shadow  asked  met")
-    rows = [row for model in arguments.models for row in measure(model, arguments.recipes, arguments.repetitions)]
+    rows = [
+        row for model in arguments.models for row in measure(model, arguments.recipes, arguments.repetitions, started)
+    ]
     write_report(arguments.output, compare(rows), tokens=NUM_TOKENS, rows=rows)
 
 

@@ -112,10 +112,11 @@ class VllmEngine:
     def load_weights(self, stream: Iterator[tuple[str, Tensor]], *, policy_version: int) -> WeightsReceipt:
         """Hand the stream to every server; see `RolloutEngine.load_weights`.
 
-        Servers that fail are left out until they have been brought up to date.
+        Servers that fail are left out until they have been brought up to date. When all fail, all are tried again: those
+        that were started for this run and have ended are started anew.
 
         Raises:
-            UserError: when none of them could load it.
+            UserError: when none of them could load it after all attempts.
         """
         self._policy_version = None
         if not self.leader:
@@ -125,6 +126,26 @@ class VllmEngine:
         self.transfer.publish(
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream}, policy_version
         )
+        for attempt in range(self.num_retries + 1):
+            receipts, problems = self._deliver(policy_version, attempt)
+            for problem in problems:
+                self.say(f"rollout: {problem}")
+            if receipts:
+                break
+        else:
+            raise UserError(
+                "rollout.vllm",
+                f"no server could load the weights: {problems[0]}; look at their logs",
+                exit_code=EXIT_FAILED,
+            )
+        self._policy_version = policy_version
+        # Servers that differ from each other show as one that differs from what was sent.
+        return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
+
+    def _deliver(self, policy_version: int, attempt: int) -> tuple[list[WeightsReceipt], list[str]]:
+        """One attempt at all servers, those that ended started anew: who holds the weights now, and what went wrong."""
+        _pause(attempt)
+        self._revive()
         problems = self._wake_up() + self.transfer.deliver(self.servers)
         receipts = []
         for server in self.servers:
@@ -137,17 +158,7 @@ class VllmEngine:
                 receipts.append(receipt)
             else:
                 problems.append(f"{server.url} holds no complete weights after its update")
-        for problem in problems:
-            self.say(f"rollout: {problem}")
-        if not receipts:
-            raise UserError(
-                "rollout.vllm",
-                f"no server could load the weights: {problems[0]}; look at their logs",
-                exit_code=EXIT_FAILED,
-            )
-        self._policy_version = policy_version
-        # Servers that differ from each other show as one that differs from what was sent.
-        return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
+        return receipts, problems
 
     def release(self) -> None:
         """Colocated servers sleep until the next `load_weights`. One that does not is a memory fault to come.
@@ -207,8 +218,8 @@ class VllmEngine:
     def _servers_for_a_round(self, attempt: int) -> list[Server]:
         """Servers with the newest weights; waits for one when there is none, none after `recovery_seconds`."""
         deadline = time.monotonic() + self.recovery_seconds
+        _pause(attempt)
         if attempt:
-            time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
             self._bring_up_to_date()
         while not (servers := self._current_servers()) and time.monotonic() < deadline:
             self._bring_up_to_date()
@@ -363,6 +374,12 @@ class VllmEngine:
                 f"finish_reason {choice['finish_reason']!r}"
             )
         return Completion(tuple(tokens), tuple(min(value, 0.0) for value in log_probs), finished, self._policy_version)
+
+
+def _pause(attempt: int) -> None:
+    """None before the first attempt (0), then twice as long before each further one."""
+    if attempt:
+        time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
 
 
 def _group(requests: Sequence[Request]) -> list[_Group]:

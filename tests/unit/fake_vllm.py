@@ -87,7 +87,8 @@ class FakeVllm:
         if path == "/start_weight_update":
             self.held = [None, {}]
         if path == "/update_weights":
-            if self.fault == "fails to update":
+            if self.fault in ("fails to update", "fails to update once"):
+                self.fault = self.fault if self.fault == "fails to update" else None
                 return handler.answer({"error": "no"}, 500)
             info = body["update_info"]
             tensors = load_file(info["path"]) if "path" in info else received(info["broadcast"])

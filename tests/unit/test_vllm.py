@@ -234,19 +234,51 @@ def test_a_dead_server_is_left_out(servers: list[FakeVllm], tmp_path: Path) -> N
         engine.generate(REQUESTS, SAMPLING)
 
 
+class Reviver:
+    """Stands for servers that a run started: a fake in the place of one that was closed."""
+
+    def __init__(self) -> None:
+        self.engine: VllmEngine | None = None
+        self.started: list[FakeVllm] = []
+
+    def kill(self, engine: VllmEngine, fake: FakeVllm) -> None:
+        fake.close()
+        self.engine = engine
+
+    def __call__(self) -> None:
+        if self.engine is not None and not self.started:
+            self.started.append(FakeVllm(7))
+            self.engine.servers[0].url = self.started[0].url
+
+
 def test_a_lone_server_that_dies_is_started_anew(servers: list[FakeVllm], tmp_path: Path) -> None:
     """It comes back on its port without weights, and gets them before any prompt."""
-    started: list[FakeVllm] = []
-
-    def revive() -> None:
-        if not started:
-            started.append(FakeVllm(7))
-            engine.servers[0].url = started[0].url
-
+    revive = Reviver()
     engine = make_engine(servers[:1], tmp_path, revive=revive)
-    servers[0].close()
-    assert check_answers(engine) == {7} and started[0].held[0] == 4
-    started[0].close()
+    revive.kill(engine, servers[0])
+    assert check_answers(engine) == {7} and revive.started[0].held[0] == 4
+    revive.started[0].close()
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_lone_server_that_died_before_an_update_is_started_anew(
+    servers: list[FakeVllm], tmp_path: Path, broadcast: bool
+) -> None:
+    revive = Reviver()
+    transfer = BroadcastTransfer(torch.device("cpu")) if broadcast else FileTransfer(tmp_path)
+    engine = make_engine(servers[:1], tmp_path, transfer=transfer, revive=revive)
+    revive.kill(engine, servers[0])
+    assert engine.load_weights(iter(WEIGHTS.items()), policy_version=5).policy_version == 5
+    assert revive.started[0].held[0] == 5
+    revive.started[0].close()
+
+
+def test_a_lone_server_that_fails_in_its_update_is_updated_again(servers: list[FakeVllm], tmp_path: Path) -> None:
+    """Here it answers again by itself; its first update left it without weights."""
+    engine = make_engine(servers[:1], tmp_path)
+    servers[0].fault = "fails to update once"
+    assert engine.load_weights(iter(WEIGHTS.items()), policy_version=4).policy_version == 4
+    assert servers[0].fault is None and check_answers(engine) == {0}
 
 
 def test_a_server_that_failed_to_update_gets_no_prompts_until_it_has(servers: list[FakeVllm], tmp_path: Path) -> None:

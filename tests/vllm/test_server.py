@@ -160,39 +160,74 @@ def test_a_killed_server_comes_back_with_the_weights(engine: VllmEngine, servers
     assert distance(engine.score(SEQUENCES), emulated(1)) < SCORES_AGREE
 
 
-def test_two_steps_of_the_main_job(tmp_path: Path) -> None:
+def server_on(port: int) -> int | None:
+    """Process of the vLLM server that listens on a port; its workers have other command lines."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"vllm.entrypoints.openai.api_server" in words and str(port).encode() in words:
+            return int(folder.name)
+    return None
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("transfer", ["broadcast", "file"])
+def test_the_main_job_goes_on_when_its_server_is_killed(tmp_path: Path, transfer: str) -> None:
+    """Steps with FP8 rollouts; after the first one SIGKILL to the only server and all its processes."""
     if PYTHON is None:
         pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
+    port, num_steps, run = 18410, 3, tmp_path / "run"
     vllm: dict[str, Any] = {
         "launch": True,
         "python": PYTHON,
-        "first_port": 18410,
+        "first_port": port,
         "arguments": list(ARGUMENTS),
-        "transfer": "broadcast",
+        "transfer": transfer,
     }
     overrides = [
         "rollout.engine=vllm",
         f"rollout.vllm={json.dumps(vllm)}",
         "model.warm_start.num_steps=10",
-        "train.num_steps=2",
+        f"train.num_steps={num_steps}",
         "train.prompts_per_step=8",
         "eval.num_prompts=8",
         "optimizer.lr=1e-3",
-        f"run_dir={tmp_path / 'run'}",
+        f"run_dir={run}",
     ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     began = time.monotonic()
-    completed = subprocess.run(
-        [*launcher, str(ROOT / "examples" / "grpo_fp8.py"), str(ROOT / "conf" / "tiny_cpu.yaml"), *overrides],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MEGATRON_CALCLIP_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    print(f"two steps in {time.monotonic() - began:.0f} s, server start included")
-    for row in rows[1:]:
-        names = ("canary/mean_abs_dlogp", "mismatch/mean_abs_dlogp", "timing/sync", "timing/rollout")
+    with (tmp_path / "output.txt").open("w+") as output:
+        job = subprocess.Popen(
+            [*launcher, str(ROOT / "examples" / "grpo_fp8.py"), str(ROOT / "conf" / "tiny_cpu.yaml"), *overrides],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MEGATRON_CALCLIP_CACHE": str(tmp_path / "cache")},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        while job.poll() is None and not any(row.get("step") == 1 for row in rows_of(run)):
+            time.sleep(0.05)
+        killed = server_on(port)
+        assert killed is not None, (tmp_path / "output.txt").read_text()[-3000:]
+        os.killpg(killed, signal.SIGKILL)
+        killed_at, revived = time.monotonic(), None
+        while job.poll() is None:
+            if (seen := server_on(port)) not in (None, killed):
+                revived = seen
+            time.sleep(0.2)
+        output.seek(0)
+        said = output.read()
+    assert job.returncode == 0, said[-5000:]
+    assert revived is not None and server_on(port) is None
+    rows = [row for row in rows_of(run) if "mismatch/mean_abs_dlogp" in row]
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    print(f"{num_steps} steps in {time.monotonic() - began:.0f} s, {time.monotonic() - killed_at:.0f} s after the kill")
+    print(*(line for line in said.splitlines() if line.startswith("rollout: ")), sep="\n")
+    for row in rows:
+        names = ("step", "canary/mean_abs_dlogp", "mismatch/mean_abs_dlogp", "timing/sync", "timing/rollout")
         print({name: round(row[name], 4) for name in names})
         assert 0 < row["mismatch/mean_abs_dlogp"] < 0.2 and row["canary/mean_abs_dlogp"] < 0.2
