@@ -1,6 +1,6 @@
 """Log-probs and entropy against the naive FP32 log-softmax and against the bare matrix product.
 
-    python -m benchmarks.logprobs            # 4096 tokens x 151,936 vocabulary: about ten minutes, 10 GiB
+    python -m benchmarks.logprobs            # 4096 tokens x 151,936 vocabulary: about 20 minutes, 10 GiB
     python -m benchmarks.logprobs --quick    # 512 tokens: about a minute
 
 Every measurement is one call in a process of its own, on one thread, after a small warm-up call. Repetitions
@@ -11,7 +11,7 @@ call (VmHWM, reset just before) minus the resident size before it: inputs do not
 
 The baselines are written out below. The naive forward and backward keeps the entropy out of the loss, as we
 do; `in place` is for callers that own their logits. The fused form is compared with the product alone, in
-blocks of rows with one output buffer. Errors are to float64 over the first rows; hidden states and weights
+blocks of rows with one output buffer, at two hidden sizes (5120 is that of 14B and 32B models). Errors are to float64 over the first rows; hidden states and weights
 lie on a grid on which every order of summation gives the same product, so that they are errors of the
 reduction also where the product is rounded to BF16.
 
@@ -65,16 +65,20 @@ class Comparison:
     baseline: str
     max_time_share: float
     max_memory_share: float | None = None
+    hidden_size: int = 0
+    """Of the fused form and its product; logits have none."""
 
 
-COMPARISONS = (
+LOGITS_COMPARISONS = (
     Comparison("forward", "tiled_forward", "naive_forward", 1 / 5, 0.05),
     Comparison("forward + backward", "tiled_backward", "naive_backward", 1 / 2, 0.60),
     Comparison("forward + backward in place", "tiled_backward_inplace", "naive_backward", 1 / 2, 0.60),
-    Comparison("fused linear, forward", "linear_forward", "matmul", 1.15),
 )
+MAX_FUSED_SHARE = 1.15
 LogProbs = tuple[Tensor, Tensor | None]
 """Log-probs, and entropies where they are asked for."""
+Run = dict[str, dict[str, float]]
+"""One repetition: what `measure` found, by `key_of`."""
 
 
 def naive_forward(logits: Tensor, targets: Tensor) -> LogProbs:
@@ -128,7 +132,6 @@ def linear_forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> LogProbs:
 LOGITS_VARIANTS = {
     f.__name__: f for f in (naive_forward, naive_backward, tiled_forward, tiled_backward, tiled_backward_inplace)
 }
-VARIANTS = [*LOGITS_VARIANTS, "matmul", "linear_forward"]
 
 
 def make_logits(problem: Problem, generator: torch.Generator) -> Tensor:
@@ -201,6 +204,16 @@ def measure(variant: str, problem: Problem) -> dict[str, float]:
     return measured
 
 
+def comparisons(hidden_sizes: Sequence[int]) -> tuple[Comparison, ...]:
+    """All lines of the result."""
+    return LOGITS_COMPARISONS + tuple(
+        Comparison(
+            f"fused linear, forward, hidden size {size}", "linear_forward", "matmul", MAX_FUSED_SHARE, None, size
+        )
+        for size in hidden_sizes
+    )
+
+
 def measure_in_process(variant: str, problem: Problem) -> dict[str, float]:
     """`measure` in a fresh process with one thread."""
     command = [sys.executable, "-m", "benchmarks.logprobs", "--measure", variant, json.dumps(asdict(problem))]
@@ -209,9 +222,20 @@ def measure_in_process(variant: str, problem: Problem) -> dict[str, float]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def summarize(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, float]]]) -> dict[str, object]:
+def key_of(variant: str, hidden_size: int) -> str:
+    """Name of a variant's measurement in a repetition."""
+    return f"{variant} {hidden_size}" if hidden_size else variant
+
+
+def sides(comparison: Comparison, run: Run) -> tuple[dict[str, float], dict[str, float]]:
+    """Ours and the baseline's, of one repetition."""
+    ours, base = (run[key_of(name, comparison.hidden_size)] for name in (comparison.variant, comparison.baseline))
+    return ours, base
+
+
+def summarize(comparison: Comparison, dtype: str, runs: list[Run]) -> dict[str, object]:
     """Medians over the repetitions of the shares of time and memory, and whether the targets are met."""
-    ours, base = ([run[name] for run in runs] for name in (comparison.variant, comparison.baseline))
+    ours, base = zip(*(sides(comparison, run) for run in runs), strict=True)
 
     def share(key: str) -> float:
         return statistics.median(a[key] / b[key] for a, b in zip(ours, base, strict=True))
@@ -235,7 +259,7 @@ def summarize(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str,
     }
 
 
-def compare(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, float]]]) -> list[Result]:
+def compare(comparison: Comparison, dtype: str, runs: list[Run]) -> list[Result]:
     """Time and memory of ours by the baseline's."""
     goals = {
         "x time": ("cpu_seconds", comparison.max_time_share),
@@ -246,7 +270,7 @@ def compare(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, f
             f"{comparison.title}, {dtype}",
             comparison.baseline.replace("_", " "),
             unit,
-            [run[comparison.variant][key] / run[comparison.baseline][key] for run in runs],
+            [ours[key] / base[key] for ours, base in (sides(comparison, run) for run in runs)],
             goal=goal,
             better="lower",
         )
@@ -258,13 +282,13 @@ def compare(comparison: Comparison, dtype: str, runs: list[dict[str, dict[str, f
 def print_table(rows: Sequence[dict[str, object]]) -> None:
     """One line for each comparison; a speed-up of 5 is a time share of 1/5."""
     print(
-        f"{'':28} dtype {'s':>7} {'base s':>7} {'speed-up':>8} {'asked':>6} "
+        f"{'':40} dtype {'s':>7} {'base s':>7} {'speed-up':>8} {'asked':>6} "
         f"{'GiB':>6} {'base':>6} {'share':>6} {'asked':>6} {'error':>8}  met"
     )
     for row in rows:
         asked_memory = "" if row["max_memory_share"] is None else f"{row['max_memory_share']:.0%}"
         print(
-            f"{row['title']:28} {row['dtype']:5} {row['seconds']:7.2f} {row['baseline_seconds']:7.2f} "
+            f"{row['title']:40} {row['dtype']:5} {row['seconds']:7.2f} {row['baseline_seconds']:7.2f} "
             f"{1 / row['time_share']:8.2f} {1 / row['max_time_share']:6.2f} "  # type: ignore[operator]
             f"{row['extra_gib']:6.2f} {row['baseline_extra_gib']:6.2f} {row['memory_share']:6.1%} "
             f"{asked_memory:>6} {row['error']:8.1e}  {'yes' if row['met'] else 'no'}"
@@ -277,14 +301,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="512 tokens and a single repetition")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the fused form")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 5120], help="hidden sizes of the fused form")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, default=FOLDER / "logprobs.json")
     parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "PROBLEM"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        arguments.tokens, arguments.repetitions = 512, 1
+        arguments.tokens, arguments.repetitions, arguments.hidden = 512, 1, [1024]
     return arguments
 
 
@@ -295,16 +319,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         variant, problem = arguments.measure
         print(json.dumps(measure(variant, Problem(**json.loads(problem)))))
         return
-    runs: dict[str, list[dict[str, dict[str, float]]]] = {}
-    for dtype in arguments.dtypes:
-        problem = Problem(arguments.tokens, arguments.vocab, arguments.hidden, dtype)
-        runs[dtype] = [
-            {variant: measure_in_process(variant, problem) for variant in VARIANTS}
+    lines = comparisons(arguments.hidden)
+    wanted = dict.fromkeys((name, line.hidden_size) for line in lines for name in (line.variant, line.baseline))
+    runs: dict[str, list[Run]] = {
+        dtype: [
+            {
+                key_of(variant, size): measure_in_process(
+                    variant, Problem(arguments.tokens, arguments.vocab, size, dtype)
+                )
+                for variant, size in wanted
+            }
             for _ in range(arguments.repetitions)
         ]
-    rows = [summarize(comparison, dtype, runs[dtype]) for dtype in runs for comparison in COMPARISONS]
+        for dtype in arguments.dtypes
+    }
+    rows = [summarize(line, dtype, runs[dtype]) for dtype in runs for line in lines]
     print_table(rows)
-    results = [result for dtype in runs for each in COMPARISONS for result in compare(each, dtype, runs[dtype])]
+    results = [result for dtype in runs for line in lines for result in compare(line, dtype, runs[dtype])]
     sizes = {"tokens": arguments.tokens, "vocab": arguments.vocab, "hidden": arguments.hidden}
     write_report(arguments.output, results, **sizes, summary=rows, runs=runs)
 

@@ -276,7 +276,12 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel], *, lr
         fp8_recipe=chunks[0].config.fp8_recipe if chunks[0].config.fp8 else None,  # the model's own
     )
     with cpu.cuda_type_names():
-        return get_megatron_optimizer(optimizer_config, chunks)
+        optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):  # without TransformerEngine or apex; AdamW is one, too
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False  # one pass over memory, not a dozen
+    return optimizer
 
 
 def build_scheduler(
