@@ -13,6 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +51,43 @@ def flushed_record(path: Path) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(size, digest.hexdigest())
+
+
+class HashedFile:
+    """A file to be written, whose record needs no reading: it is hashed as it is written, and flushed to disk at the end.
+
+    Args:
+        path: of the file; one that is there is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
+        self.size = 0
+        """Bytes so far."""
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self.flush()
+                os.fsync(self._file.fileno())
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes, as a file does."""
+        self._digest.update(data)
+        self.size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hand all to the operating system, as a file does."""
+        self._file.flush()
+
+    @property
+    def record(self) -> FileRecord:
+        """Of what has been written."""
+        return FileRecord(self.size, self._digest.hexdigest())
 
 
 def flush_folder(folder: Path) -> None:
@@ -225,6 +265,26 @@ def superseded(run_dir: Path, *, newest: int, keep: int, best: int | None) -> It
     for old in sorted(step for step in steps(run_dir) if step <= newest)[:-keep]:
         if old != best:
             yield run_dir / f"step_{old}"
+
+
+def discard(folders: Iterable[Path]) -> None:
+    """Remove folders while the program goes on, since large files take a while; their names are free at once.
+
+    What a program that is killed meanwhile leaves is removed by the next `discard_leftovers`.
+    """
+    aside = [folder.rename(folder.with_name(f".removed_{secrets.token_hex(4)}")) for folder in folders]
+
+    def remove() -> None:
+        for folder in aside:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    if aside:
+        threading.Thread(target=remove, name="discard").start()
+
+
+def discard_leftovers(run_dir: Path) -> None:
+    """Remove what runs that were killed have left: checkpoints that they had begun, and those that they were removing."""
+    discard([*run_dir.glob("step_*.partial"), *run_dir.glob(".removed_*")])
 
 
 def find(

@@ -48,7 +48,6 @@ from megatron_calclip.learner.learner import Learner, PreparedBatch
 from megatron_calclip.learner.packing import plan_step
 from megatron_calclip.learner.parallel_linear import fp8_linears
 from megatron_calclip.learner.runtime import Runtime
-from megatron_calclip.weights.dist_load import MASTER_PREFIX, DistCheckpoint
 from megatron_calclip.weights.load import HFSource
 from megatron_calclip.weights.mapping import find_tensor
 from megatron_calclip.weights.stream import global_parameters, group_rank, group_size
@@ -75,9 +74,7 @@ class Model:
             UserError: when it cannot be read.
         """
         checkpoint = open_checkpoint(folder, dtype=torch.float32)
-        part = checkpoint.weights_folder
-        has_masters = part is not None and any(key.startswith(MASTER_PREFIX) for key in DistCheckpoint(part).tensors)
-        return cls(hf_config, checkpoint.source, has_masters=has_masters)
+        return cls(hf_config, checkpoint.source, has_masters=checkpoint.has_masters)
 
 
 def with_spread_masters(source: HFSource, *, seed: int) -> HFSource:

@@ -2,7 +2,7 @@
 
 A HF checkpoint is a folder with `config.json` and safetensors, plain or block-quantised FP8. A Megatron checkpoint is
 what `hf_to_megatron.py` writes or a training run of this project (`RUN_DIR/step_200`), both with the weights in
-`megatron/` and configuration and tokenizer in `hf/`; or the bare folder of another Megatron run, whose configuration
+`megatron/` and configuration and tokenizer in `hf/`, of a run also with FP32 masters in `optimizer/`; or the bare folder of another Megatron run, whose configuration
 must then come from a HF folder. Nothing is read but headers until a tensor is asked for.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from megatron_calclip.errors import UserError
-from megatron_calclip.weights.dist_load import METADATA_FILE, DistCheckpoint, hf_source
+from megatron_calclip.weights.dist_load import MASTER_PREFIX, METADATA_FILE, DistCheckpoint, hf_source
 from megatron_calclip.weights.fp8 import dequantized
 from megatron_calclip.weights.load import HFSource, check_source
 from megatron_calclip.weights.mapping import ModelShape, hf_shapes
 from megatron_calclip.weights.save import CONFIG_FILE
 
-MEGATRON_PART, HF_PART = "megatron", "hf"
-"""Folders of a Megatron checkpoint: the weights; configuration and tokenizer."""
+MEGATRON_PART, OPTIMIZER_PART, HF_PART = "megatron", "optimizer", "hf"
+"""Folders of a Megatron checkpoint: the weights; masters and moments of a training run; configuration and tokenizer."""
 
 _OLD_CHECKPOINTS = ("*.bin", "*.pt", "*.pth")
 
@@ -41,6 +41,8 @@ class Checkpoint:
     source: HFSource
     weights_folder: Path | None
     """Megatron's distributed checkpoint; None for a HF checkpoint."""
+    has_masters: bool
+    """Whether `source` reads the FP32 masters of a training run."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -90,7 +92,9 @@ def open_hf(folder: Path, *, dtype: torch.dtype | None = None) -> Checkpoint:
     source = dequantized(HFSource.from_folder(folder), hf_config, dtype=dtype or torch.bfloat16)
     check_source(source, shape)
     hf_config.pop("quantization_config", None)
-    return Checkpoint(folder, folder, hf_config, shape, _only_mapped(source, shape).cast(dtype), None)
+    return Checkpoint(
+        folder, folder, hf_config, shape, _only_mapped(source, shape).cast(dtype), None, has_masters=False
+    )
 
 
 def _only_mapped(source: HFSource, shape: ModelShape) -> HFSource:
@@ -124,8 +128,11 @@ def open_megatron(folder: Path, *, hf_model: Path | None = None, dtype: torch.dt
     hf_config = read_hf_config(hf_folder)
     hf_config.pop("quantization_config", None)
     shape = model_shape(hf_config, hf_folder)
-    source = hf_source(DistCheckpoint(weights), shape, dtype=dtype)
-    return Checkpoint(folder, hf_folder, hf_config, shape, source, weights)
+    beside = [path for path in (folder / OPTIMIZER_PART,) if (path / METADATA_FILE).is_file()]
+    stored = DistCheckpoint(weights, *beside)
+    source = hf_source(stored, shape, dtype=dtype)
+    has_masters = any(key.startswith(MASTER_PREFIX) for key in stored.tensors)
+    return Checkpoint(folder, hf_folder, hf_config, shape, source, weights, has_masters)
 
 
 def open_checkpoint(folder: Path, *, hf_model: Path | None = None, dtype: torch.dtype | None = None) -> Checkpoint:

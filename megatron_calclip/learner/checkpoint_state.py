@@ -1,115 +1,182 @@
-"""What of a learner goes into Megatron's distributed checkpoints, and the faults of Megatron's that this meets.
+"""What of a learner goes into a checkpoint, as blocks, and back.
 
-Megatron 0.16 to 0.19 has three faults with torch's own Adam (without TransformerEngine or apex); each is dealt with
-below: a fresh optimizer has no state to save, `step` is dropped on load, and after loading all parameters share one
-`step` tensor, which every parameter then increments. A fourth, in versions before NVIDIA/Megatron-LM#5077, has
-nothing to do with Adam: where gradients have several buckets, masters and moments are saved from wrong offsets,
-without an error.
+Weights and FP8 state go into Megatron's distributed format, which its own loader reads. Masters and Adam's moments do not go
+through Megatron: each data-parallel rank writes and reads the slices that it owns, in model space, so that nothing crosses
+ranks and any layout can read them (Megatron's own reshardable format gathers them on all data-parallel ranks first).
+
+Keys are `optimizer.state.param.<name>` for masters, `.exp_avg.` and `.exp_avg_sq.` for moments, <name> being Megatron's
+global name of the parameter: those of its `fully_reshardable` format. Adam's step count is one for all parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import io
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from torch import Tensor, nn
 
+from megatron_calclip.learner.checkpoint_blocks import Block, Part, read_part
 from megatron_calclip.learner.learner import Learner
+from megatron_calclip.weights.dist_load import DistCheckpoint
+from megatron_calclip.weights.dist_save import CONTENT_METADATA
 
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "non_homogeneous_layers": True,  # layers that stay in BF16 have no amax histories
-    "chained_optim_avoid_prefix": True,
-}
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _uses_torch_adam(part: Any) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one, too
-
-
-def _create_missing_adam_state(optimizer: Any) -> None:
-    """Before its first step torch's Adam has no state, which Megatron can neither save nor load into."""
-    for part in filter(_uses_torch_adam, _parts(optimizer)):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = part.optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-@contextlib.contextmanager
-def adam_steps_kept(optimizer: Any) -> Iterator[None]:
-    """While loading, hand Adam's `step` to Megatron, which forgets it; afterwards give each parameter its own tensor."""
-    parts = [part for part in _parts(optimizer) if _uses_torch_adam(part)]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = _with_step(part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-            for state in part.optimizer.state.values():
-                state["step"] = state["step"].clone()
-
-
-@contextlib.contextmanager
-def _bucket_padding_kept(optimizer: Any) -> Iterator[None]:
-    """Lay the buckets of optimizer state out end to end as they are, padding included.
-
-    Megatron drops the padding between buckets and then reads every parameter at its offset with the padding. Large
-    models have several buckets when `overlap_grad_reduce` is on, and tied embeddings have one of their own under
-    pipeline parallelism.
-    """
-    buffers = [buffer for part in _parts(optimizer) for buffer in part.buffers]
-    sizes = [(buffer, buffer.numel) for buffer in buffers]
-    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    without_padding = [(item, item.numel_unpadded) for item, _ in sizes]
-    for item, size in sizes:
-        item.numel_unpadded = size
-    try:
-        yield
-    finally:
-        for item, size in without_padding:
-            item.numel_unpadded = size
-
-
-def _with_step(part: Any) -> Callable[[Any, dict[str, Any]], None]:
-    original = part._set_main_param_and_optimizer_states
-
-    def set_states(model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = part.model_param_group_index_map[model_param]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        original(model_param, {"step": state["step"], **tensors})
-
-    return set_states
+_PREFIX = "optimizer.state"
+_STEP = "step"
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def model_state(learner: Learner) -> dict[str, Any]:
     """Sharded weights; keys inside are global, so the outer names of the chunks do not matter for resharding."""
     learner.gather_parameters()
     return {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(CONTENT_METADATA))
         for index, chunk in enumerate(learner.chunks)
     }
 
 
-def sharded_state(learner: Learner, *, loading: bool) -> dict[str, Any]:
-    """Weights, FP8 state, masters and moments as Megatron's sharded tensors; collective.
+def weight_blocks(state: dict[str, Any]) -> list[Block]:
+    """What this rank writes of `model_state`: that of which it holds the main replica."""
+    blocks: list[Block] = []
+    for sharded in nested_values(state):
+        assert isinstance(sharded, ShardedObject | Sharded), type(sharded)
+        if not is_main_replica(sharded.replica_id):
+            continue
+        if isinstance(sharded, ShardedObject):
+            pickled = io.BytesIO()
+            torch.save([sharded.data], pickled)  # a list, as Megatron reads it
+            blocks.append(Block(sharded.unique_key, (), (), pickled.getvalue()))
+        else:
+            flat = sharded.data.detach().cpu().reshape(-1)
+            blocks += _blocks(parts_of(sharded), flat, 0)
+    return blocks
+
+
+def optimizer_blocks(learner: Learner, state: dict[str, Any]) -> list[Block]:
+    """What this rank writes of masters and moments.
+
+    Args:
+        learner: before its first step the moments are zeros.
+        state: its `model_state`.
+
+    Returns:
+        on CPUs views of the live values.
+    """
+    _create_missing_moments(learner)
+    return [
+        block
+        for part, parameter, sharded, start in _slices(learner, state)
+        # All but the last of a replica's ids are 0 where it is the one to be saved; the last is the data-parallel rank,
+        # and each of those owns another slice.
+        if is_main_replica(sharded.replica_id[:-1])
+        for kind, values in part._get_main_param_and_optimizer_states(parameter).items()
+        if kind != _STEP
+        for block in _blocks(parts_of(sharded, prefix=f"{_PREFIX}.{kind}."), values.detach().cpu(), start)
+    ]
+
+
+@torch.no_grad()
+def load_optimizer(learner: Learner, state: dict[str, Any], checkpoint: DistCheckpoint, *, adam_step: int) -> None:
+    """Read this rank's masters and moments.
 
     Args:
         learner: of any layout.
-        loading: whether the result is filled from a checkpoint, and not written to one.
+        state: its `model_state`.
+        checkpoint: written of `optimizer_blocks` by a learner of the same model.
+        adam_step: what `adam_step` gave then.
+
+    Raises:
+        UserError: when it is of another model.
     """
-    weights = model_state(learner)
-    _create_missing_adam_state(learner.optimizer)
-    with _bucket_padding_kept(learner.optimizer):
-        optimizer = learner.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=dict(_METADATA))
-    return {**weights, "optimizer": optimizer}
+    _create_missing_moments(learner)
+    for part, parameter, sharded, start in _slices(learner, state):
+        values = part._get_main_param_and_optimizer_states(parameter)
+        for kind in values.keys() - {_STEP}:
+            stored = values[kind].detach().to("cpu", copy=True)
+            for piece in parts_of(sharded, prefix=f"{_PREFIX}.{kind}."):
+                read_part(checkpoint, piece, stored, start)
+            values[kind] = stored.to(values[kind].device)
+        if _STEP in values:
+            values[_STEP] = torch.tensor(float(adam_step))
+        part._set_main_param_and_optimizer_states(parameter, values)
+    for part in _optimizers(learner):
+        for group in part.optimizer.param_groups:
+            if not _uses_torch_adam(part):
+                group[_STEP] = adam_step
+
+
+def adam_step(learner: Learner) -> int:
+    """How many steps Adam has done; 0 on a rank that owns no parameter."""
+    counts: set[int] = set()
+    for part in _optimizers(learner):
+        optimizer = part.optimizer
+        holders = optimizer.state.values() if _uses_torch_adam(part) else optimizer.param_groups
+        counts |= {int(holder.get(_STEP, 0)) for holder in holders}
+    assert len(counts) <= 1, "parameters have been updated unequally often"
+    return counts.pop() if counts else 0
+
+
+def parts_of(sharded: Sharded, *, prefix: str = "") -> list[Part]:
+    """The global rectangles that a rank's tensor consists of: one, or several where a factory cuts it (gate and up projection).
+
+    Args:
+        sharded: Megatron's.
+        prefix: of the keys.
+    """
+    pieces = [sharded]
+    if isinstance(sharded, ShardedTensorFactory):
+        # Cut without data: where a piece's view begins is where its run begins.
+        like = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
+        pieces = list(nested_values([sharded.build_fn(sharded.key, like, sharded.replica_id, sharded.flattened_range)]))
+    found: list[Part] = []
+    for piece in pieces:
+        start = piece.data.storage_offset() if isinstance(sharded, ShardedTensorFactory) else 0
+        shape = (*(1 for _ in range(piece.prepend_axis_num)), *piece.local_shape)
+        key, size, offsets = prefix + piece.key, tuple(piece.global_shape), tuple(piece.global_offset)
+        found.append(Part(key, size, offsets, shape, start, piece.allow_shape_mismatch))
+    found.sort(key=lambda part: part.start)
+    ends = [0, *(part.stop for part in found)]
+    assert [*(part.start for part in found), sharded.data.numel()] == ends, f"{sharded.key} is not cut into runs"
+    return found
+
+
+def _blocks(parts: list[Part], flat: Tensor, start: int) -> Iterator[Block]:
+    for part in parts:
+        for offsets, value in part.cut(flat, start):
+            yield Block(part.key, part.size, offsets, value)
+
+
+def _optimizers(learner: Learner) -> list[Any]:
+    return list(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))
+
+
+def _uses_torch_adam(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one, too
+
+
+def _create_missing_moments(learner: Learner) -> None:
+    """Before its first step Adam has no state, which could be neither saved nor loaded into."""
+    for part in _optimizers(learner):
+        part.init_state_fn(part.optimizer, part.config)
+        if _uses_torch_adam(part):  # of which Megatron forgets the step
+            for state in part.optimizer.state.values():
+                state.setdefault(_STEP, torch.zeros(()))
+
+
+def _slices(learner: Learner, state: dict[str, Any]) -> Iterator[tuple[Any, nn.Parameter, Sharded, int]]:
+    """Optimizer, parameter, its place in the model, and the first element of the slice that this data-parallel rank owns."""
+    places = {id(sharded.data): sharded for sharded in nested_values(state) if isinstance(sharded, Sharded)}
+    for part in _optimizers(learner):
+        for buffer in part.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        yield part, parameter, places[id(parameter)], ranges["param"].start

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Sequence
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,7 +26,12 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron_calclip.errors import UserError
 from megatron_calclip.weights.layouts import VOCABULARY
@@ -35,7 +40,7 @@ from megatron_calclip.weights.mapping import MappedTensor, ModelShape, mapped_te
 
 METADATA_FILE = ".metadata"
 MASTER_PREFIX = "optimizer.state.param."
-"""FP32 masters, saved in model space by the `fully_reshardable` optimizer format."""
+"""FP32 masters, saved in model space: by a run of ours beside the weights, by Megatron's `fully_reshardable` format among them."""
 
 _LAYERS = "decoder.layers."
 _VOCABULARY_ENDINGS = ("word_embeddings.weight", "output_layer.weight")
@@ -84,32 +89,38 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA_FILE
+    if not path.is_file():
+        raise UserError(str(folder), f"has no {METADATA_FILE}; give the folder of a Megatron distributed checkpoint")
+    try:
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # unpickling damaged data can raise nearly anything
+        raise UserError(str(path), f"cannot be read ({error}); give an undamaged checkpoint") from None
+    return metadata
+
+
 class DistCheckpoint:
     """A distributed checkpoint on disk.
 
     Args:
         folder: with `.metadata` and its files.
+        more: other such folders of the same checkpoint, whose tensors have other names.
 
     Raises:
         UserError: when it is no such checkpoint, or its metadata cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: Path) -> None:
         self.folder = folder
-        path = folder / METADATA_FILE
-        if not path.is_file():
-            raise UserError(
-                str(folder), f"has no {METADATA_FILE}; give the folder of a Megatron distributed checkpoint"
-            )
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except Exception as error:  # unpickling damaged data can raise nearly anything
-            raise UserError(str(path), f"cannot be read ({error}); give an undamaged checkpoint") from None
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
-        }
+        self.tensors: dict[str, TensorStorageMetadata] = {}
         """Global name -> shape, type and blocks."""
-        self._places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._places: dict[MetadataIndex, tuple[Path, _StorageInfo]] = {}
+        for part in (folder, *more):
+            metadata = _read_metadata(part)
+            entries = metadata.state_dict_metadata.items()
+            self.tensors |= {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            self._places |= {index: (part, place) for index, place in metadata.storage_data.items()}
 
     def read(self, key: str, *, at: tuple[int, ...] = ()) -> Tensor:
         """Put a global tensor together from its blocks.
@@ -122,24 +133,47 @@ class DistCheckpoint:
             UserError: when a file is missing or damaged, or blocks are missing.
         """
         entry = self.tensors[key]
-        lead = len(at)
-        result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
-        num_filled = 0
-        for chunk in entry.chunks:
-            start, size = chunk.offsets, chunk.sizes
-            if any(not first <= index < first + n for index, first, n in zip(at, start, size, strict=False)):
-                continue
-            block = self._read_block(key, chunk)
-            for index, first in zip(at, start, strict=False):
-                block = block[index - first]
-            if block.shape == result.shape:
-                return block
-            target = result[tuple(slice(first, first + n) for first, n in zip(start[lead:], size[lead:], strict=True))]
-            target.copy_(block)
-            num_filled += block.numel()
-        if num_filled != result.numel():
+        result = torch.empty(entry.size[len(at) :], dtype=entry.properties.dtype)
+        target = result.view(*(1 for _ in at), *result.shape)
+        if self.fill(key, [((*at, *(0 for _ in result.shape)), target)]) != result.numel():
             raise UserError(str(self.folder), f"has only a part of tensor {key!r}; give a complete checkpoint")
         return result
+
+    def fill(self, key: str, targets: Sequence[tuple[Sequence[int], Tensor]]) -> int:
+        """Read rectangles of a global tensor, each block that they need once.
+
+        Args:
+            key: its name.
+            targets: offsets of a rectangle in the global tensor, and where to put it. What the checkpoint does not have
+                stays as it is.
+
+        Returns:
+            how many elements the checkpoint has of them.
+
+        Raises:
+            UserError: when a file is missing or damaged.
+        """
+        num_filled = 0
+        for chunk in self.tensors[key].chunks:
+            # Per target and dimension: first and last of what it shares with the block, counted in the global tensor.
+            shared = [
+                [
+                    (max(a, b), min(a + n, b + m))
+                    for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
+                ]
+                for offsets, target in targets
+            ]
+            wanted = [index for index, spans in enumerate(shared) if all(first < last for first, last in spans)]
+            block = self._read_block(key, chunk) if wanted else None
+            for index in wanted:
+                assert block is not None
+                offsets, target = targets[index]
+                piece = block[
+                    tuple(slice(f - o, n - o) for (f, n), o in zip(shared[index], chunk.offsets, strict=True))
+                ]
+                target[tuple(slice(f - o, n - o) for (f, n), o in zip(shared[index], offsets, strict=True))] = piece
+                num_filled += piece.numel()
+        return num_filled
 
     def weights(self, *, vocab_size: int) -> HFSource:
         """All weights under Megatron's global names, the layer's number in each, for a comparison of two checkpoints.
@@ -172,8 +206,8 @@ class DistCheckpoint:
         return HFSource(str(self.folder), specs={name: spec(name) for name in places}, read=read)
 
     def _read_block(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._places[MetadataIndex(key, chunk.offsets)]
-        path = self.folder / place.relative_path
+        folder, place = self._places[MetadataIndex(key, chunk.offsets)]
+        path = folder / place.relative_path
         try:
             with path.open("rb") as file:
                 window = cast(IO[bytes], _Window(file, place.offset, place.length))

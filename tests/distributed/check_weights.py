@@ -11,6 +11,7 @@ experts is seen.
 from __future__ import annotations
 
 import itertools
+import queue
 import sys
 import tempfile
 from pathlib import Path
@@ -145,6 +146,7 @@ def megatron_state(chunks: list[Any]) -> dict[str, Any]:
 def check_dist_checkpoint(title: str, chunks: list[Any], shape: ModelShape, groups: ParallelGroups, root: Path) -> None:
     """Megatron loads what the converter wrote; the converter reads what Megatron saves."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     source = HFSource.from_folder(root)
     convert(root, root / "converted", shape)
@@ -160,7 +162,9 @@ def check_dist_checkpoint(title: str, chunks: list[Any], shape: ModelShape, grou
     if dist.get_rank() == 0:
         saved.mkdir()
     dist.barrier()
-    checkpoint._begin(megatron_state(chunks), saved)[0].execute_sync()
+    # Else its writers report through a manager process, which would import this script once more in every rank.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    dist_checkpointing.save(megatron_state(chunks), str(saved))
     dist.barrier()
     stream = list(hf_source(DistCheckpoint(saved), shape).stream())
     check(f"{title}: the converter reads what Megatron saves", same(stream, source, shape, torch.float32))

@@ -1,21 +1,28 @@
-"""Checkpoints: bit for bit in one layout, equal to rounding across layouts and numbers of ranks, whole or absent on disk.
+"""Checkpoints: the same bits in any layout and on any number of ranks, whole or absent on disk.
 
-Each of Megatron's four faults shows here: no state to save before Adam's first step (saving `step_0` raises), `step` dropped
-on load (loading raises), one `step` shared by all parameters after a load (training continues with a wrong bias correction),
-masters and moments read at wrong offsets where the gradients have several buckets (tied embeddings under PP are not restored).
+What masters and moments are is put together without the code under test: slices by a sum over data-parallel ranks, shards by
+the stream of the weights to Hugging Face names. A step after a load equals that of a run which went on: to the bit in the
+same layout, to rounding in another. Known mistakes show: no moments to save before Adam's first step (`step_0`), Adam's step
+count lost or one tensor shared by all parameters (the next step has a wrong bias correction), slices at wrong offsets where
+gradients have several buckets (tied embeddings under PP are not restored).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from checks import Checks, layout
 from invariance_checks import FP32, observables
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
 from tiny_learners import (
     History,
     MegatronLearner,
@@ -27,15 +34,18 @@ from tiny_learners import (
     snapshot,
     train,
 )
+from torch import Tensor, nn
 
 from megatron_calclip.checkpoint_files import find
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import launch_world_size
 from megatron_calclip.errors import UserError
 from megatron_calclip.hf import character_tokenizer
-from megatron_calclip.learner import checkpoint
+from megatron_calclip.learner import checkpoint, model
+from megatron_calclip.learner.checkpoint_state import adam_step
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.objective import supervised_objective
+from megatron_calclip.weights.stream import stream_hf
 
 MODEL = "qwen2 tied"  # under PP its embedding has a bucket of gradients of its own
 STEP = 1  # RL steps done when a checkpoint is written
@@ -49,6 +59,23 @@ LOADED: dict[int, list[dict[str, Any]]] = {
     2: [OVERLAP, {"pp": 2, "vpp": 2}, {"cp": 2}],
     4: [{"tp": 2, "pp": 2}, {"tp": 2}],
 }
+# A state that goes from each of these layouts to the next one through a checkpoint.
+CHAIN: dict[int, list[dict[str, Any]]] = {
+    1: [{}, OVERLAP],
+    2: [{"tp": 2}, OVERLAP, {"pp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}, {}, {"tp": 2} | SP],
+    4: [
+        {"tp": 2} | OVERLAP,
+        {"pp": 2} | OVERLAP,
+        {},
+        {"tp": 2, "pp": 2, "vpp": 2},
+        {"tp": 2, "cp": 2},
+        {"cp": 2, "pp": 2},
+    ],
+}
+BUCKET_SIZE = 10_000
+"""Elements of gradients that are reduced together; the tiny model has about 40,000."""
+SAVED_STATE = "optimizer_state.safetensors"
+KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def _config(parallel: dict[str, Any], dtype: str = "fp32") -> Config:
@@ -75,6 +102,8 @@ def check_checkpoints(checks: Checks, root: Path, exchange: Path) -> None:
         check_folders(checks, root / "folders")
         check_background(checks, root / "background")
     check_other_layouts(checks, exchange)
+    for precision in ({"params_dtype": "bf16"}, {"params_dtype": "bf16", "recipe": "tensorwise", "fp8_param": True}):
+        check_chain(checks, root / f"chain {len(precision)}", precision)
 
 
 def _step(learner: Learner, root: Path) -> History:
@@ -91,6 +120,66 @@ def same_history(a: History, b: History) -> bool:
         for a_values, b_values in zip(observables(a).values(), observables(b).values(), strict=True)
         for name, value in a_values.items()
     )
+
+
+def optimizer_state(learner: Learner) -> dict[str, Tensor]:
+    """Masters and moments under Hugging Face names, the same on all ranks; collective."""
+    (part,) = learner.optimizer.chained_optimizers
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def whole(kind: str, parameter: nn.Parameter) -> Tensor:
+        result = torch.zeros(parameter.numel())
+        if parameter in part.model_param_gbuf_map:  # this rank has a slice
+            span = part._get_model_param_range_map(parameter)["param"]
+            index, position = part.model_param_group_index_map[parameter]
+            master = part.optimizer.param_groups[index]["params"][position]
+            result[span.start : span.end] = master if kind == "param" else part.optimizer.state[master][kind]
+        dist.all_reduce(result, group=group)
+        return result.view(parameter.shape)
+
+    bare = [chunk.module for chunk in learner.chunks]
+    found: dict[str, Tensor] = {}
+    for kind in KINDS:
+        stream = stream_hf(
+            bare,
+            learner.shape,
+            learner.groups,
+            dtype=torch.float32,
+            source=lambda _, parameter, kind=kind: whole(kind, parameter),
+        )
+        found |= {f"{kind} {name}": tensor.clone() for name, tensor in stream}
+    return found
+
+
+def check_chain(checks: Checks, root: Path, precision: dict[str, Any]) -> None:
+    """Weights, masters and moments stay the same to the bit from layout to layout; so does Adam's step count."""
+    title = f"chain {precision.get('recipe', precision['params_dtype'])}"
+    folder, expected = root, dict[str, Tensor]()
+    small_buckets = functools.partial(model.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+    for position, parallel in enumerate(CHAIN[launch_world_size()]):
+        config = make_config(parallel=parallel, precision=precision)
+        with layout(config) as runtime, mock.patch.object(model, "DistributedDataParallelConfig", small_buckets):
+            learner = make_learner(config, runtime, MODEL)
+            if config.parallel.overlap_grad_reduce:
+                (part,) = learner.optimizer.chained_optimizers
+                checks.true(f"{title}: {parallel} has several buckets", len(part.buffers[0].buckets) > 1)
+            if position == 0:
+                _step(learner, root / f"reference {title}")
+                folder, steps = _save(root, 0, learner, keep=9), adam_step(learner)
+                expected = optimizer_state(learner) | _copies(learner)
+                moved = all(bool(expected[f"{kind} model.norm.weight"].any()) for kind in KINDS)
+                checks.true(f"{title}: {parallel} has moments to save", moved and steps > 0)
+                continue
+            fresh = _copies(learner)
+            checkpoint.load(folder, learner)
+            weights = _copies(learner)
+            same = same_bits(optimizer_state(learner) | weights, expected) and adam_step(learner) == steps
+            checks.true(f"{title}: {parallel} has the bits of the first layout", same and not same_bits(fresh, weights))
+            folder = _save(root, position, learner, keep=9)
+
+
+def _copies(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.stream_hf()}
 
 
 def check_same_layout(checks: Checks, root: Path, parallel: dict[str, Any], dtype: str) -> None:
@@ -144,6 +233,9 @@ def save_for_others(exchange: Path) -> None:
         learner = make_learner(config, runtime, MODEL)
         _step(learner, exchange)
         _save(exchange, STEP, learner)
+        state = optimizer_state(learner)
+        if runtime.rank == 0:
+            save_file(state, exchange / SAVED_STATE)
 
 
 def _uninterrupted() -> list[History]:
@@ -165,6 +257,8 @@ def check_other_layouts(checks: Checks, exchange: Path) -> None:
         with layout(config) as runtime:
             learner = make_learner(config, runtime, MODEL)
             checkpoint.load(exchange / f"step_{STEP}", learner)
+            restored = same_bits(optimizer_state(learner), load_file(exchange / SAVED_STATE))
+            checks.true(f"{SAVED} -> {parallel}: masters and moments, to the bit", restored)
             loaded = {name: tensor.clone() for name, tensor in learner.stream_hf()}
             history = _step(learner, exchange)
         if expected is not None:
@@ -205,6 +299,14 @@ def check_folders(checks: Checks, run_dir: Path) -> None:
         checks.true("and replaced by the next; the newest two stay", kept() == ["step_10", "step_11"])
         checks.true("which is whole", checkpoint.load(run_dir / "step_11", learner)[0]["step"] == 11)
 
+        alone(lambda: shutil.rmtree(run_dir / "step_11" / "optimizer"))  # as before masters had a folder of their own
+        try:
+            checkpoint.load(run_dir / "step_11", learner)
+            named = False
+        except UserError as error:
+            named = "error: checkpoint.resume: " in f"error: {error}" and "in a format of before" in str(error)
+        checks.true("a checkpoint of the earlier format", named)
+
         _save(run_dir, 3, learner, keep=1)  # a run that started over in the folder of a longer one
         checks.true("what was just saved stays", find(run_dir, "auto") == run_dir / "step_3")
 
@@ -237,8 +339,7 @@ def check_background(checks: Checks, root: Path) -> None:
         checks.true("in the background: the state of the beginning", same_bits(snapshot(learner), state))
         checks.true("in the background: whole", find(root, "auto") == folder)
         pending = checkpoint.begin_save(root, STEP + 1, learner, **options)
-        if pending.writer is not None:
-            pending.writer.kill()
+        pending.writer.process.kill()
         try:
             pending.finish()
             refused = False

@@ -157,7 +157,9 @@ def test_killed_and_resumed(job: Job, uninterrupted: tuple[Path, str]) -> None:
         assert repeatable(actual) == repeatable(wanted)
     assert rows(run_dir / "samples.jsonl") == rows(expected / "samples.jsonl")
     # Weights, masters, moments: the files of the last checkpoint are the same, byte for byte.
-    files = sorted((expected / f"step_{NUM_STEPS}" / "megatron").glob("*.distcp"))
-    assert files
+    last = f"step_{NUM_STEPS}"
+    files = sorted((expected / last).rglob("*.distcp"))
+    assert {file.parent.name for file in files} == {"megatron", "optimizer"}
     for file in files:
-        assert (run_dir / f"step_{NUM_STEPS}" / "megatron" / file.name).read_bytes() == file.read_bytes(), file.name
+        name = file.relative_to(expected)
+        assert (run_dir / name).read_bytes() == file.read_bytes(), name

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ SETTINGS = [
     "checkpoint={save_every: 1, keep: 3, async_save: true}",
     "tracking.tensorboard=false",
 ]
+
+Record = Callable[[str, object], None]
+"""pytest's `record_property`: figures for `--record` (tests/conftest.py)."""
 
 pytestmark = pytest.mark.faults
 
@@ -92,8 +96,8 @@ class Runs:
 
     def files(self, name: str, step: int = NUM_STEPS) -> dict[str, bytes]:
         """Weights, masters and moments of a checkpoint."""
-        folder = self.folder / name / f"step_{step}" / "megatron"
-        return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+        folder = self.folder / name / f"step_{step}"
+        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.distcp"))}
 
 
 def wait(process: subprocess.Popen[str], seconds: float) -> str:
@@ -144,7 +148,9 @@ def moments() -> list[tuple[str, int, int, float]]:
 
 
 @pytest.mark.parametrize(("stage", "step", "rank", "delay"), moments())
-def test_a_killed_rank_costs_nothing(runs: Runs, stage: str, step: int, rank: int, delay: float) -> None:
+def test_a_killed_rank_costs_nothing(
+    runs: Runs, stage: str, step: int, rank: int, delay: float, record_property: Record
+) -> None:
     """torchrun starts the job anew, which goes on by itself, and ends as the run that was never killed."""
     name = f"killed-{stage}-{step}-{rank}-{delay}"
     fault = {"kind": "kill", "stage": stage, "step": step, "rank": rank, "delay": delay}
@@ -154,23 +160,24 @@ def test_a_killed_rank_costs_nothing(runs: Runs, stage: str, step: int, rank: in
     assert runs.rows(name) == runs.rows("whole")
     assert runs.files(name) == runs.files("whole") != {}
     assert not list((runs.folder / name).glob("*.partial"))
-    print(f"| {stage} | {step} | {rank} | {delay:.3f} | {time.monotonic() - began:.0f} | equal |")
+    for what, value in {**fault, "seconds_to_end": time.monotonic() - began}.items():
+        record_property(what, value)
 
 
-def test_a_dead_rank_ends_all(runs: Runs) -> None:
+def test_a_dead_rank_ends_all(runs: Runs, record_property: Record) -> None:
     process = runs.start("dead", steps=1000)
     wait_for_rows(runs.folder / "dead", 2, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGKILL)
     began = time.monotonic()
     wait(process, 60)
-    print(f"all ranks ended {time.monotonic() - began:.1f} s after one was killed")
+    record_property("seconds_to_end", time.monotonic() - began)
     assert process.returncode != 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 @pytest.mark.parametrize("whom", ["workers", "launcher"])
-def test_a_signal_saves_and_leaves(runs: Runs, whom: str) -> None:
+def test_a_signal_saves_and_leaves(runs: Runs, whom: str, record_property: Record) -> None:
     """SIGUSR1 to the ranks, as Slurm sends it; SIGTERM to the launcher, which hands it on and reports it itself."""
     name = f"signal-{whom}"
     process = runs.start(name)
@@ -179,7 +186,7 @@ def test_a_signal_saves_and_leaves(runs: Runs, whom: str) -> None:
     for pid in workers_of(process) if whom == "workers" else [process.pid]:
         os.kill(pid, signal.SIGUSR1 if whom == "workers" else signal.SIGTERM)
     output = wait(process, LEAVE_SECONDS)
-    print(f"left {time.monotonic() - began:.1f} s after the signal to the {whom}")
+    record_property("seconds_to_leave", time.monotonic() - began)
     assert "stopped by a signal after step" in output
     assert (process.returncode == 0) == (whom == "workers"), output
     done = len(runs.rows(name)) - 1

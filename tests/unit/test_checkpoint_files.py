@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from megatron_calclip.checkpoint_files import (
     MANIFEST,
     STATE,
     TRACKER,
+    HashedFile,
     damage,
+    discard,
+    discard_leftovers,
     find,
     flushed_record,
     read_manifest,
+    steps,
     superseded,
     write_json,
     write_manifest,
@@ -158,3 +163,23 @@ def test_what_may_go(run_dir: Path) -> None:
         make_checkpoint(run_dir, step)
     assert [path.name for path in superseded(run_dir, newest=8, keep=2, best=None)] == ["step_2", "step_4"]
     assert [path.name for path in superseded(run_dir, newest=8, keep=1, best=4)] == ["step_2", "step_6"]
+
+
+def test_a_file_that_is_hashed_as_it_is_written(tmp_path: Path) -> None:
+    with HashedFile(tmp_path / "blocks") as file:
+        for part in (b"abc", memoryview(bytes(range(256)) * 9), b""):
+            assert file.write(part) == len(part)
+        assert file.size == 3 + 9 * 256
+    assert file.record == flushed_record(tmp_path / "blocks")
+
+
+def test_what_is_discarded_is_gone_at_once(run_dir: Path) -> None:
+    for name in ("step_8.1a2b.partial", ".removed_1a2b"):  # of runs that were killed
+        (run_dir / name / "megatron").mkdir(parents=True)
+    discard([run_dir / "step_2"])
+    discard_leftovers(run_dir)
+    assert sorted(steps(run_dir)) == [4, 6] and not (run_dir / "step_2").exists()
+    for thread in threading.enumerate():
+        if thread.name == "discard":
+            thread.join()
+    assert sorted(path.name for path in run_dir.iterdir()) == [TRACKER, "step_4", "step_6"]
