@@ -32,6 +32,7 @@ from megatron_calclip.algorithms.overclip import (
     PairedRatios,
     attribution_sums,
     attribution_table,
+    no_attribution,
     overclip_sums,
     response_lengths,
     response_positions,
@@ -185,9 +186,7 @@ class CalibrationLoop:
             shadow_old=torch.zeros(prepared.num_tokens),
             shadow_new=torch.zeros(prepared.num_tokens),
             overclip=OverclipSums.empty(),
-            attribution={
-                name: torch.zeros(len(edges) + 1, 4, dtype=torch.int64) for name, edges in ATTRIBUTIONS.items()
-            },
+            attribution={name: no_attribution(edges) for name, edges in ATTRIBUTIONS.items()},
         )
         for minibatch in minibatches:
             measurement.shadow_old += self._shadow(measurement, minibatch)

@@ -38,7 +38,6 @@ svg.swatch { display: inline-block; width: 30px; height: 8px; flex: none; vertic
 figure, .card { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem .8rem; }
 figure { display: flex; flex-direction: column; min-width: 0; }
 figcaption { margin: 0 0 .4rem; flex: 1; }
-.pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 36rem), 1fr)); gap: 0 .75rem; }
 .card { margin-top: .75rem; min-width: 0; } .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; font-size: .8125rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
@@ -46,6 +45,7 @@ thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
 tbody th { font-weight: 600; } .name { text-align: left; position: sticky; left: 0; background: var(--card); }
 .name, thead [class^="r"] { white-space: normal; min-width: 10.5rem; max-width: 22rem; }
 td.long { white-space: normal; text-align: left; min-width: 14rem; }
+td small { display: block; font-size: inherit; }
 td.shade { background: color-mix(in srgb, var(--shade) var(--share), transparent); }
 details > summary { cursor: pointer; font-weight: 600; font-size: .875rem; }
 @media (max-width: 30rem) { .name { min-width: 8rem; max-width: 9rem; } }
@@ -75,7 +75,7 @@ def page(runs: Sequence[Run]) -> str:
         "clipping": [_calibrations(runs)],
         "overclip": [
             _table(report_tables.overclip(runs), runs),
-            _side_by_side(report_tables.attributions(runs), runs),
+            *(_table(table, runs) for table in report_tables.attributions(runs)),
         ],
         "cost": [_table(report_tables.timing(runs), runs)],
     }
@@ -158,10 +158,6 @@ def _calibrations(runs: Sequence[Run]) -> str:
     return "\n".join(_folded(table, f"r{index}", runs) for table, index in tables if table.rows)
 
 
-def _side_by_side(tables: Sequence[Table], runs: Sequence[Run]) -> str:
-    return f'<div class="pairs">{"".join(_table(table, runs) for table in tables)}</div>' if tables else ""
-
-
 def _table(table: Table, runs: Sequence[Run], *, titled: bool = True) -> str:
     """A table in a card; nothing where it has no rows."""
     title = f"<h3>{text(table.title)}</h3>" if titled else ""
@@ -210,7 +206,8 @@ def _breakable(name: str) -> str:
 
 def _cell(cell: str | Cell, column: str | int) -> str:
     if isinstance(cell, Cell):
-        return f'<td class="shade" style="--share: {_FULL_SHADE * cell.shade:.1f}%">{text(cell.text)}</td>'
+        detail = f"<small>{text(cell.detail)}</small>" if cell.detail else ""
+        return f'<td class="shade" style="--share: {_FULL_SHADE * cell.shade:.1f}%">{text(cell.text)}{detail}</td>'
     classes = [f"r{column}"] if isinstance(column, int) else []
     classes += ["long"] if len(cell) > _LONG_TEXT else []
     attribute = f' class="{" ".join(classes)}"' if classes else ""

@@ -5,20 +5,19 @@ clips follow from the counts that every measured step logs (`algorithms.overclip
 
     FP8 only  = clipped by FP8 - clipped by both        both = clipped by BF16 x (1 - missed)
 
-Attribution is the share of all false clips that lie in a bucket. The probability of a false clip in a bucket is in
-`calibration.jsonl` step by step; it is left out here, because a step without false clips does not say of how many tokens.
-Tables of settings are in `report_settings`.
+Where false clips lie is counted in `report_attribution`; tables of settings are in `report_settings`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_calclip import report_attribution
+from megatron_calclip.report_attribution import Attribution, Counts, bucket_name
 from megatron_calclip.report_data import Run, mapping, number
 
 NONE = "-"
@@ -26,15 +25,6 @@ NONE = "-"
 _WINDOW, _WINDOW_SHARE = 10, 4
 """Start and end of a run are means over a quarter of its steps, at most ten."""
 _STAGES = ("rollout", "reward", "log_probs", "update", "sync", "eval", "checkpoint")
-_COVARIATES = {
-    "entropy": "entropy, nats",
-    "probability": "probability",
-    "position": "position, tokens",
-    "length": "response length, tokens",
-}
-
-_UNDIVIDED = 3
-"""Columns of an attribution with one bucket."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +33,8 @@ class Cell:
 
     text: str
     shade: float
+    detail: str = ""
+    """Smaller, on a line of its own."""
 
 
 @dataclass(frozen=True)
@@ -146,36 +138,33 @@ def overclip(runs: Sequence[Run]) -> Table:
 
 def attributions(runs: Sequence[Run]) -> list[Table]:
     """Where false clips come from: a table for each covariate whose buckets tell tokens apart; without false clips, none."""
-    tables = (_attribution(runs, name, title) for name, title in _COVARIATES.items())
-    return [table for table in tables if table.rows and len(table.columns) > _UNDIVIDED]
+    return [_attribution(found) for found in report_attribution.attributions(runs)]
 
 
-def _attribution(runs: Sequence[Run], covariate: str, title: str) -> Table:
-    buckets: dict[tuple[float, float], None] = {}
-    counts: dict[tuple[int, str], Counter[tuple[float, float]]] = {}
-    for index, run in enumerate(runs):
-        for row in run.calibrations:
-            lines = mapping(row.get("attribution")).get(covariate)
-            for line in map(mapping, lines if isinstance(lines, list) else ()):
-                lower, upper = number(line.get("lower")), number(line.get("upper"))
-                bucket = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
-                if number(line.get("rate_low")) is None and number(line.get("rate_high")) is None:
-                    continue  # no token is in it
-                buckets[bucket] = None
-                for side in ("low", "high"):
-                    counts.setdefault((index, side), Counter())[bucket] += int(number(line.get(f"num_{side}")) or 0)
-    ordered = sorted(buckets)
+def _attribution(found: Attribution) -> Table:
     rows = []
-    for (index, side), found in sorted(counts.items(), key=lambda item: (item[0][0], item[0][1] != "low")):
-        if total := sum(found.values()):
-            shares = (Cell(f"{found[bucket] / total:.0%}", found[bucket] / total) for bucket in ordered)
-            rows.append(Row(index, ("L" if side == "low" else "H", *shares, f"{total:,}")))
+    for bound in found.bounds:
+        total = bound.total
+        cells = []
+        for bucket in found.buckets:
+            counts = bound.counts(bucket)
+            share = counts.false_clips / total.false_clips
+            cells.append(Cell(f"{share:.0%}", share, _per_1000(counts)))
+        whole = Cell(f"{total.false_clips:,}", 0.0, _per_1000(total))
+        rows.append(Row(bound.run, ("L" if bound.side == "low" else "H", *cells, whole)))
     return Table(
-        title=f"False clips by {title}",
-        note="",
-        columns=("bound", *map(_bucket, ordered), "false clips"),
+        title=found.title,
+        note="Part of all false clips. ‰: false clips in 1,000 tokens of the bucket (of A < 0 at L, of A > 0 at H).",
+        columns=("bound", *map(bucket_name, found.buckets), "false clips"),
         rows=tuple(rows),
     )
+
+
+def _per_1000(counts: Counts) -> str:
+    if counts.rate is None:
+        return ""
+    rate = 1000 * counts.rate
+    return f"{rate:.0f}‰" if rate >= 100 else f"{rate:.3g}‰"
 
 
 def calibrations(run: Run) -> Table:
@@ -314,10 +303,3 @@ def _estimate(estimate: Any, name: str) -> str:
     value = number(estimate.get("value"))
     form = ".1f" if name == "response_length" else ".1%"
     return _number(value, form) + _interval(number(estimate.get("low")), number(estimate.get("high")), form)
-
-
-def _bucket(bucket: tuple[float, float]) -> str:
-    lower, upper = bucket
-    if math.isinf(lower):
-        return f"< {upper:g}"
-    return f"≥ {lower:g}" if math.isinf(upper) else f"{lower:g} to {upper:g}"

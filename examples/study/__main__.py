@@ -4,12 +4,13 @@
     python -m examples.study                     # the hour: tensorwise with all arms, other recipes with two, three seeds
     python -m examples.study --variant full      # hours
     python -m examples.study --tables-only       # tables of what is there
+    python -m examples.study --part smollm2      # a real model instead of the toy: needs its weights and GSM8K (`smollm2`)
 
 Runs that are there and complete are not repeated: it may be stopped and started again, and the tables are valid for what
 there is. `runs/study/<variant>/tables.md` and `results.json` are written after each run; `megatron-calclip report` draws
 the curves of any of the run folders.
 
-It is a toy: 0.4M parameters, a generated task, noise dialled in. It shows the statistics of clipping and their repair. Whether a
+The first part is a toy: 0.4M parameters, a generated task, noise dialled in. It shows the statistics of clipping and their repair. Whether a
 better clip earns reward is measured, too, and in this toy it does not; see the tables.
 """
 
@@ -23,9 +24,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.results import environment
 from examples.study.arms import ARMS, RECIPE_OVERRIDES, VARIANTS, Variant
+from examples.study.smollm2 import run_part
 from examples.study.tables import Run, summarise, write_tables
 from megatron_calclip.config_file import load_config
+from megatron_calclip.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "conf" / "noisy_cpu.yaml")
@@ -68,7 +72,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", choices=VARIANTS, default="hour")
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--tables-only", action="store_true", help="run nothing")
+    parser.add_argument("--part", choices=("toy", "smollm2"), default="toy")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("smollm2-135m"),
+        metavar="FOLDER",
+        help="of the real model (default smollm2-135m)",
+    )
+    parser.add_argument(
+        "--gsm8k", default="gsm8k_train.jsonl", metavar="FILE", help="GSM8K as published (default gsm8k_train.jsonl)"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.part == "smollm2":
+        try:
+            print(
+                run_part(
+                    arguments.variant,
+                    arguments.runs,
+                    model=arguments.model,
+                    gsm8k=arguments.gsm8k,
+                    tables_only=arguments.tables_only,
+                )
+            )
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
+        return
     variant, runs = VARIANTS[arguments.variant], arguments.runs / arguments.variant
     # Seed by seed, so that a study that is stopped has whole rounds of all arms.
     wanted = [(recipe, arm, seed) for seed in variant.seeds for recipe, arms in variant.recipes.items() for arm in arms]
@@ -86,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     results = summarise(found)
     runs.mkdir(parents=True, exist_ok=True)
-    (runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (runs / "results.json").write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     print(write_tables(results, runs / "tables.md"))
 
 

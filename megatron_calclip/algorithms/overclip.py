@@ -58,6 +58,10 @@ SUM_NAMES = (
 )
 """Order of `OverclipSums.sums`. Both error sums run over the same tokens, so their number cancels."""
 
+ATTRIBUTION_COUNTS = ("false_low", "kept_low", "negative", "false_high", "kept_high", "positive")
+"""Columns of `attribution_sums`: at the lower bound false clips, A < 0 tokens that BF16 keeps and all of them; at the upper bound
+the same for A > 0."""
+
 
 @dataclass(frozen=True)
 class PairedRatios:
@@ -187,6 +191,10 @@ class AttributionRow:
     """False clips at the lower bound (A < 0)."""
     num_high: int
     """False clips at the upper bound (A > 0)."""
+    num_negative: int
+    """A < 0 tokens of the bucket."""
+    num_positive: int
+    """A > 0 tokens of the bucket."""
     rate_low: float | None
     """P(FP8 clips given that BF16 keeps) among the A < 0 tokens of the bucket."""
     rate_high: float | None
@@ -207,40 +215,50 @@ def attribution_sums(pairs: PairedRatios, covariate: Tensor, *, edges: Sequence[
         edges: ascending; the buckets are (-inf, edges[0]), [edges[0], edges[1]), ..., [edges[-1], inf).
 
     Returns:
-        int64 [len(edges) + 1, 4]: false clips at the lower bound, A < 0 tokens that BF16 keeps, false clips
-        at the upper bound, A > 0 tokens that BF16 keeps. Add over micro-batches and ranks.
+        int64 [len(edges) + 1, 6], its columns those of `ATTRIBUTION_COUNTS`. Add over micro-batches and ranks.
     """
     mask = pairs.response_mask
     advantages = masked(pairs.advantages, mask)
     fp8, bf16 = pairs.clipped()
-    columns = (
-        fp8.low & ~bf16.low,
-        (advantages < 0) & ~bf16.low,
-        fp8.high & ~bf16.high,
-        (advantages > 0) & ~bf16.high,
-    )
+    negative, positive = advantages < 0, advantages > 0
+    counted = {
+        "false_low": fp8.low & ~bf16.low,
+        "kept_low": negative & ~bf16.low,
+        "negative": negative,
+        "false_high": fp8.high & ~bf16.high,
+        "kept_high": positive & ~bf16.high,
+        "positive": positive,
+    }
     values = masked(covariate, mask)
     bucket = torch.bucketize(values, values.new_tensor(edges), right=True)
-    counts = torch.stack(columns, dim=1).long()
-    return counts.new_zeros(len(edges) + 1, len(columns)).index_add(0, bucket, counts)
+    counts = torch.stack([counted[name] for name in ATTRIBUTION_COUNTS], dim=1).long()
+    return no_attribution(edges).to(counts.device).index_add(0, bucket, counts)
+
+
+def no_attribution(edges: Sequence[float]) -> Tensor:
+    """The sums of `attribution_sums` over no tokens."""
+    return torch.zeros(len(edges) + 1, len(ATTRIBUTION_COUNTS), dtype=torch.int64)
 
 
 def attribution_table(sums: Tensor, *, edges: Sequence[float]) -> list[AttributionRow]:
     """Rates and shares by bucket, from the global sums of `attribution_sums` and the same edges."""
-    total_low, _, total_high, _ = sums.sum(dim=0).tolist()
+    total = dict(zip(ATTRIBUTION_COUNTS, sums.sum(dim=0).tolist(), strict=True))
     rows = []
-    limits = pairwise([-math.inf, *edges, math.inf])
-    for (lower, upper), (low, kept_low, high, kept_high) in zip(limits, sums.tolist(), strict=True):
+    for (lower, upper), counts in zip(pairwise([-math.inf, *edges, math.inf]), sums.tolist(), strict=True):
+        found = dict(zip(ATTRIBUTION_COUNTS, counts, strict=True))
+        low, high = found["false_low"], found["false_high"]
         rows.append(
             AttributionRow(
                 lower=lower,
                 upper=upper,
                 num_low=low,
                 num_high=high,
-                rate_low=low / kept_low if kept_low else None,
-                rate_high=high / kept_high if kept_high else None,
-                share_low=low / total_low if total_low else None,
-                share_high=high / total_high if total_high else None,
+                num_negative=found["negative"],
+                num_positive=found["positive"],
+                rate_low=low / found["kept_low"] if found["kept_low"] else None,
+                rate_high=high / found["kept_high"] if found["kept_high"] else None,
+                share_low=low / total["false_low"] if total["false_low"] else None,
+                share_high=high / total["false_high"] if total["false_high"] else None,
             )
         )
     return rows

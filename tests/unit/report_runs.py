@@ -31,10 +31,9 @@ def calibration_row(step: int, **changes: Any) -> dict[str, Any]:
         "upper_choice": None, "upper_choice_low": None, "upper_choice_high": None, "upper_overclip_multiple": None,
         "alpha": 0.04, "alpha_low": 0.03, "alpha_high": 0.05,
     }  # fmt: skip
-    buckets = [
-        {"lower": None, "upper": 2.0, "num_low": 0, "num_high": 0, "rate_low": 0.0, "rate_high": 0.0},
-        {"lower": 2.0, "upper": None, "num_low": 1, "num_high": 0, "rate_low": 0.5, "rate_high": None},
-    ]
+    below = {"lower": None, "upper": 2.0, "num_low": 0, "num_high": 0, "rate_low": 0.0, "rate_high": 0.0}
+    above = {"lower": 2.0, "upper": None, "num_low": 1, "num_high": 0, "rate_low": 0.5, "rate_high": None}
+    buckets = [below | {"num_negative": 40, "num_positive": 40}, above | {"num_negative": 2, "num_positive": 0}]
     return {"step": step, "report": report | changes, "log": [], "attribution": {"entropy": buckets}}
 
 

@@ -119,13 +119,15 @@ def test_attribution_by_hand():
     # Edges 1 and 2; an entropy on an edge belongs to the bucket above it.
     entropy = torch.tensor([0.0, 1.0, 5.0, 0.0, 0.5, 1.5, 2.0, 0.0, 0.5, 0.5, 0.0, NAN])
     sums = attribution_sums(PAIRS, entropy, edges=(1.0, 2.0))
-    # False low clips: token 1 (middle), 2 (top). BF16 keeps 1, 2, 4, 5, 6. False high: 8; BF16 keeps 8, 9.
-    assert sums.tolist() == [[0, 1, 1, 2], [1, 2, 0, 0], [1, 2, 0, 0]]
+    # False low clips: token 1 (middle), 2 (top). BF16 keeps 1, 2, 4, 5, 6 of 0 to 6. False high: 8; BF16 keeps 8, 9 of 7 to 9.
+    # A token with A = 0 (10) and one outside the mask (11) are in no column.
+    assert sums.tolist() == [[0, 1, 3, 1, 2, 3], [1, 2, 2, 0, 0, 0], [1, 2, 2, 0, 0, 0]]
     bottom, middle, top = attribution_table(sums, edges=(1.0, 2.0))
     assert (bottom.lower, bottom.upper) == (-math.inf, 1.0)
     assert (top.lower, top.upper) == (2.0, math.inf)
     assert (bottom.rate_low, bottom.share_low, bottom.rate_high, bottom.share_high) == (0.0, 0.0, 0.5, 1.0)
     assert (middle.num_low, middle.rate_low, middle.share_low) == (1, 0.5, 0.5)
+    assert (bottom.num_negative, middle.num_negative, bottom.num_positive, top.num_positive) == (3, 2, 3, 0)
     assert middle.rate_high is None and middle.share_high == 0.0
 
 

@@ -13,11 +13,13 @@ from report_runs import calibration_row, evaluation_of, metrics_row, run_of
 
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.overclip import (
+    ATTRIBUTION_COUNTS,
     SUM_NAMES,
     OverclipSums,
     PairedRatios,
     attribution_sums,
     attribution_table,
+    no_attribution,
 )
 from megatron_calclip.report_data import Run
 from megatron_calclip.report_settings import differences, versions
@@ -38,6 +40,10 @@ from megatron_calclip.report_tables import (
 
 def texts(row: Row) -> list[str]:
     return [cell.text if isinstance(cell, Cell) else cell for cell in row.cells]
+
+
+def details(row: Row) -> list[str]:
+    return [cell.detail for cell in row.cells if isinstance(cell, Cell)]
 
 
 def column(table: Table, run: int) -> dict[str, str]:
@@ -81,7 +87,7 @@ def test_overclip_pools_what_the_instruments_counted(steps: list[list[int]]) -> 
 @given(st.integers(0, 2**31))
 def test_attribution_pools_what_the_instruments_counted(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    edges, lines, pooled = (0.5, 1.0), [], torch.zeros(3, 4, dtype=torch.int64)
+    edges, lines, pooled = (0.5, 1.0), [], no_attribution((0.5, 1.0))
     for step in range(1, 4):
         pairs = PairedRatios(
             ratio8=torch.rand(60, generator=random) * 2,
@@ -98,16 +104,49 @@ def test_attribution_pools_what_the_instruments_counted(seed: int) -> None:
         lines.append({"step": step, "attribution": {"entropy": finite}})
     (found,) = attributions([run_of(calibrations=tuple(lines))])
     assert found.columns == ("bound", "< 0.5", "0.5 to 1", "≥ 1", "false clips")
-    for row, counts in zip(found.rows, (pooled[:, 0], pooled[:, 2]), strict=True):
-        shares = [cell.shade for cell in row.cells if isinstance(cell, Cell)]
-        assert shares == pytest.approx((counts / counts.sum()).tolist())
-        assert texts(row)[-1] == str(int(counts.sum()))
+    totals = dict(zip(ATTRIBUTION_COUNTS, pooled.T, strict=True))
+    for row, (false, tokens) in zip(found.rows, (("false_low", "negative"), ("false_high", "positive")), strict=True):
+        shares = [cell.shade for cell in row.cells if isinstance(cell, Cell)][:-1]
+        assert shares == pytest.approx((totals[false] / totals[false].sum()).tolist())
+        rates = [float(text.removesuffix("‰")) for text in details(row)]
+        buckets = (1000 * totals[false] / totals[tokens]).tolist()
+        assert rates == pytest.approx([*buckets, float(1000 * totals[false].sum() / totals[tokens].sum())], rel=6e-3)
+        assert texts(row)[-1] == str(int(totals[false].sum()))
+
+
+def attribution_line(lower: float | None, upper: float | None, low: int, of: int | None) -> dict[str, object]:
+    """A bucket of `calibration.jsonl` with false clips at L alone; without a number of tokens as older versions wrote it."""
+    line = {"lower": lower, "upper": upper, "num_low": low, "num_high": 0, "rate_low": 0.25, "rate_high": None}
+    return line if of is None else line | {"num_negative": of, "num_positive": 0}
+
+
+def test_attribution_rates_by_hand() -> None:
+    """Entropy below 1: 3 + 1 false clips of 400 + 100 tokens, 8‰. Above: 12 + 0 of 50 + 30, 150‰. All: 16 of 580, 27.6‰."""
+    steps = [
+        {"step": 1, "attribution": {"entropy": [attribution_line(None, 1, 3, 400), attribution_line(1, None, 12, 50)]}},
+        {"step": 2, "attribution": {"entropy": [attribution_line(None, 1, 1, 100), attribution_line(1, None, 0, 30)]}},
+    ]
+    (table,) = attributions([run_of(calibrations=tuple(steps))])
+    assert texts(table.rows[0]) == ["L", "25%", "75%", "16"] and details(table.rows[0]) == ["8‰", "150‰", "27.6‰"]
+    # A step of an older version adds 4 false clips of who knows how many tokens: to the shares alone.
+    old = {"step": 3, "attribution": {"entropy": [attribution_line(None, 1, 4, None)]}}
+    (table,) = attributions([run_of(calibrations=(*steps, old))])
+    assert texts(table.rows[0]) == ["L", "40%", "60%", "20"] and details(table.rows[0]) == ["8‰", "150‰", "27.6‰"]
+    old["attribution"]["entropy"].append(attribution_line(1, None, 1, None))
+    (table,) = attributions([run_of(calibrations=(old,))])
+    assert texts(table.rows[0]) == ["L", "80%", "20%", "5"] and details(table.rows[0]) == ["", "", ""]
+    # A bucket whose every token BF16 clips, too, has tokens and no false clip.
+    clipped = attribution_line(2, None, 0, 7) | {"rate_low": None}
+    first = {"step": 1, "attribution": {"entropy": [attribution_line(None, 1, 3, 400), clipped]}}
+    (table,) = attributions([run_of(calibrations=(first,))])
+    assert details(table.rows[0]) == ["7.5‰", "0‰", "7.37‰"]  # 3 of 400, of 7, of 407
 
 
 def test_attribution_shows_only_what_it_divides() -> None:
     (table,) = attributions([run_of(calibrations=(calibration_row(1), calibration_row(2)))])
     assert table.title == "False clips by entropy, nats"
     assert [texts(row) for row in table.rows] == [["L", "0%", "100%", "2"]]
+    assert details(table.rows[0]) == ["0‰", "500‰", "23.8‰"]  # of 80, 4 and 84
     empty = {"lower": 1.0, "upper": 2.0, "num_low": 0, "num_high": 0, "rate_low": None, "rate_high": None}
     spread = calibration_row(1)
     spread["attribution"]["entropy"].append(empty)

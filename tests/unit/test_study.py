@@ -25,15 +25,19 @@ def test_every_arm_is_a_valid_configuration(recipe: str) -> None:
     assert all(arm in ARMS for variant in VARIANTS.values() for arms in variant.recipes.values() for arm in arms)
 
 
-def write_run(runs: Path, arm: str, seed: int, *, score: float, fp8: int, bf16: int) -> Run:
+def write_run(runs: Path, arm: str, seed: int, *, score: float, fp8: int, bf16: int, moves: bool = False) -> Run:
     folder = folder_of(runs, "tensorwise", arm, seed)
     folder.mkdir(parents=True)
     rows = [{"step": 0, "eval/score": 0.1}]
     for step in range(1, 10):
         early = step < FIRST_STEP  # counts of early steps must not count
         clips = {"clip_fp8/num_low": 1000 if early else fp8, "clip_bf16/num_low": 1 if early else bf16}
-        rows.append({"step": step, "reward/mean": float(step), "entropy": 2.0, "clip/lower": 0.8, **clips})
-    rows[-1]["eval/score"] = score
+        bounds = {"clip/lower": 0.7 + 0.01 * seed if moves and step > 6 else 0.6, "clip/upper": 1.8}
+        entropy = 2.0 if step < 4 else 2.5
+        rows.append(
+            {"step": step, "reward/mean": float(step), "entropy": entropy, "timing/step": 2.0, **bounds, **clips}
+        )
+    rows[-1] |= {"eval/score": score, "ledger/shadow_seconds": 1.0, "ledger/study_seconds": 8.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Run("tensorwise", arm, seed, folder)
 
@@ -46,17 +50,53 @@ def test_tables_by_hand(tmp_path: Path) -> None:
     ]
     results = summarise(runs)
     arm = results["arms"]["tensorwise"]["fp8"]
-    assert arm["eval/score"]["mean"] == pytest.approx(0.6) and arm["eval/score"]["stderr"] == pytest.approx(0.1)
+    # Standard error 0.1 of 0.5 and 0.7; Student's t of two values is 12.706.
+    assert arm["eval/score"] == pytest.approx({"mean": 0.6, "stderr": 0.1, "half": 1.2706, "seeds": 2})
     assert arm["overclip low"]["mean"] == pytest.approx(4.0) and arm["overclip low"]["seeds"] == 2
     assert arm["reward/mean"]["mean"] == pytest.approx(8.0)  # of the last three steps
-    assert arm["overclip high"] is None
+    assert (arm["entropy first"]["mean"], arm["entropy"]["mean"], arm["entropy max"]["mean"]) == (2.0, 2.5, 2.5)
+    assert arm["shadow time"]["mean"] == pytest.approx(0.1)  # 1 of 18 - 8 seconds
+    assert arm["overclip high"] is None and arm["false low"] is None
     lone = results["arms"]["tensorwise"]["fp8, calibrated"]
-    assert lone["overclip low"] is None and lone["eval/score"] == {"mean": 0.6, "stderr": None, "seeds": 1}
+    assert lone["overclip low"] is None
+    assert lone["eval/score"] == {"mean": 0.6, "stderr": None, "half": None, "seeds": 1}
+    difference = results["differences"]["tensorwise"]["fp8, calibrated"]["eval/score"]
+    assert difference["mean"] == pytest.approx(0.1) and difference["seeds"] == 1  # to the same seed alone
     text = write_tables(results, tmp_path / "tables.md")
-    assert "| fp8 | 2 | 0.6 +- 0.1 | 8 +- 0 |" in text and "| fp8, calibrated | 1 | 0.6 |" in text
+    assert "| fp8 | 2 | 0.6 ± 1.3 | 8 ± 0 |" in text and "| fp8, calibrated | 1 | 0.6 |" in text
+    assert "*fp8, calibrated* less that of *fp8* 0.1: one seed, which says nothing." in text
+    assert "at most 1.25 times that of its first third: no surge" in text
     assert (tmp_path / "tables.md").read_text() == text + "\n"
+
+
+def test_bounds_over_time_are_the_steps_at_which_they_change(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path, "fp8", 0, score=0.5, fp8=1, bf16=1),
+        *(write_run(tmp_path, "fp8, calibrated", seed, score=0.5, fp8=1, bf16=1, moves=True) for seed in (0, 1)),
+    ]
+    results = summarise(runs)
+    assert results["bounds"]["tensorwise"].keys() == {"fp8, calibrated"}
+    found = results["bounds"]["tensorwise"]["fp8, calibrated"]
+    assert found == {"1": pytest.approx([0.6, 1.8]), "7": pytest.approx([0.705, 1.8])}
+    assert "1: [0.6, 1.8], 7: [0.705, 1.8]" in write_tables(results, tmp_path / "tables.md")
+
+
+def test_a_difference_that_seeds_tell_from_chance(tmp_path: Path) -> None:
+    """Differences 0.10, 0.11, 0.12: the interval is 0.11 +- 4.303 * 0.01 / sqrt(3) = 0.025; those of 0, 0.2, 0.4 hold 0."""
+    for better, says in (((0.1, 0.11, 0.12), "more than chance"), ((0.0, 0.2, 0.4), "no difference")):
+        folder = tmp_path / says
+        runs = [write_run(folder, "fp8", seed, score=0.5, fp8=1, bf16=1) for seed in range(3)]
+        runs += [
+            write_run(folder, "fp8, oracle", seed, score=0.5 + more, fp8=1, bf16=1) for seed, more in enumerate(better)
+        ]
+        results = summarise(runs)
+        assert (
+            "*fp8, oracle* less that of *fp8*" in (text := write_tables(results, folder / "tables.md")) and says in text
+        )
+    half = summarise(runs)["differences"]["tensorwise"]["fp8, oracle"]["eval/score"]["half"]
+    assert half == pytest.approx(4.303 * 0.2 / 3**0.5)
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert Run.steps_done(tmp_path / "none") == 0
-    assert summarise([]) == {"arms": {}, "replays": {}}
+    assert summarise([]) == {"arms": {}, "differences": {}, "bounds": {}, "replays": {}}
