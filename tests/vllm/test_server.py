@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from megatron_calclip.rollout.vllm_server import MODEL_NAME, LaunchedServers
 from megatron_calclip.rollout.vllm_transfer import BroadcastTransfer, FileTransfer
 
 pytestmark = pytest.mark.vllm
+Record = Callable[[str, object], None]
+"""pytest's `record_property`: figures for `--record` (tests/conftest.py)."""
 
 PYTHON = os.environ.get("MEGATRON_CALCLIP_VLLM_PYTHON")
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,32 +112,39 @@ def emulated(seed: int) -> list[Tensor]:
     return engine.score(SEQUENCES)
 
 
-def test_scores_follow_the_weights(engine: VllmEngine) -> None:
+def test_scores_follow_the_weights(engine: VllmEngine, record_property: Record) -> None:
+    milliseconds, distances, others = [], [], []
     for version, seed in enumerate([0, 1, 0]):
         began = time.monotonic()
         receipt = engine.load_weights(iter(weights(seed).items()), policy_version=version)
-        print(f"update in {1000 * (time.monotonic() - began):.0f} ms")
+        milliseconds.append(1000 * (time.monotonic() - began))
         assert receipt.policy_version == version
         assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in weights(seed).items()}
         scores = engine.score(SEQUENCES)
         mine, other = distance(scores, emulated(seed)), distance(scores, emulated(1 - seed))
-        print(f"weights {seed}: |dlogp| to emulated W8A8 {mine:.4f}, to the other weights {other:.4f}")
+        distances.append(mine)
+        others.append(other)
         assert mine < SCORES_AGREE < 4 * SCORES_AGREE < other
+    record_property("weight update of a 0.3M model by file, ms", milliseconds)
+    record_property("scores after an update, nats from our emulated W8A8 of the same weights", distances)
+    record_property("the same, nats from the other weights", others)
 
 
-def test_weights_by_broadcast(engine: VllmEngine) -> None:
+def test_weights_by_broadcast(engine: VllmEngine, record_property: Record) -> None:
+    milliseconds = []
     by_file, engine.transfer = engine.transfer, BroadcastTransfer(torch.device("cpu"))
     for version, seed in enumerate([1, 0], start=3):
         began = time.monotonic()
         receipt = engine.load_weights(iter(weights(seed).items()), policy_version=version)
-        print(f"update by broadcast in {1000 * (time.monotonic() - began):.0f} ms")
+        milliseconds.append(1000 * (time.monotonic() - began))
         assert receipt.policy_version == version
         assert receipt.fingerprints == {name: fingerprint(tensor) for name, tensor in weights(seed).items()}
         assert distance(engine.score(SEQUENCES), emulated(seed)) < SCORES_AGREE
     engine.transfer = by_file
+    record_property("weight update by broadcast, process group included, ms", milliseconds)
 
 
-def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
+def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine, record_property: Record) -> None:
     engine.load_weights(iter(weights(0).items()), policy_version=5)
     completions = engine.generate(REQUESTS, SAMPLING)
     local = LocalEngine(CONFIG, device="cpu", dtype=torch.bfloat16, precision="fp8_per_channel")
@@ -143,19 +152,21 @@ def test_samples_have_the_log_probs_of_the_model(engine: VllmEngine) -> None:
     sequences = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(REQUESTS, completions, strict=True)]
     scored = [score[3:] for score in local.score(sequences)]
     sampled = [torch.tensor(completion.log_probs) for completion in completions]
-    print(f"samples: |dlogp| to emulated W8A8 {distance(sampled, scored):.4f}")
+    record_property("log-probs of 16 samples of 12 tokens, nats from ours", distance(sampled, scored))
     assert distance(sampled, scored) < SCORES_AGREE
     assert len({completion.token_ids for completion in completions}) > len(completions) / 2
     again = engine.generate(REQUESTS, SAMPLING)
     assert sum(a.token_ids == b.token_ids for a, b in zip(completions, again, strict=True)) > len(again) / 2
 
 
-def test_a_killed_server_comes_back_with_the_weights(engine: VllmEngine, servers: LaunchedServers) -> None:
+def test_a_killed_server_comes_back_with_the_weights(
+    engine: VllmEngine, servers: LaunchedServers, record_property: Record
+) -> None:
     engine.load_weights(iter(weights(1).items()), policy_version=6)
     os.killpg(servers._processes[0].pid, signal.SIGKILL)
     began = time.monotonic()
     completions = engine.generate(REQUESTS[:4], SAMPLING)
-    print(f"answers {time.monotonic() - began:.0f} s after the server was killed")
+    record_property("from SIGKILL of the only server to answers with the weights, s", time.monotonic() - began)
     assert all(completion.policy_version == 6 for completion in completions)
     assert distance(engine.score(SEQUENCES), emulated(1)) < SCORES_AGREE
 
@@ -178,7 +189,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("transfer", ["broadcast", "file"])
-def test_the_main_job_goes_on_when_its_server_is_killed(tmp_path: Path, transfer: str) -> None:
+def test_the_main_job_goes_on_when_its_server_is_killed(tmp_path: Path, transfer: str, record_property: Record) -> None:
     """Steps with FP8 rollouts; after the first one SIGKILL to the only server and all its processes."""
     if PYTHON is None:
         pytest.skip("MEGATRON_CALCLIP_VLLM_PYTHON names no interpreter with vLLM; run tools/test_vllm.sh")
@@ -225,9 +236,11 @@ def test_the_main_job_goes_on_when_its_server_is_killed(tmp_path: Path, transfer
     assert revived is not None and server_on(port) is None
     rows = [row for row in rows_of(run) if "mismatch/mean_abs_dlogp" in row]
     assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
-    print(f"{num_steps} steps in {time.monotonic() - began:.0f} s, {time.monotonic() - killed_at:.0f} s after the kill")
-    print(*(line for line in said.splitlines() if line.startswith("rollout: ")), sep="\n")
+    what = f"{num_steps} GRPO steps of `conf/tiny_cpu.yaml`, weights by {transfer}, server killed after the first: "
+    record_property(what + "s from launch", time.monotonic() - began)
+    record_property(what + "s from the kill", time.monotonic() - killed_at)
+    record_property(what + "mismatch, nats", [row["mismatch/mean_abs_dlogp"] for row in rows])
+    record_property(what + "canary, nats", [row["canary/mean_abs_dlogp"] for row in rows])
+    record_property(what + "sync, s", [row["timing/sync"] for row in rows])
     for row in rows:
-        names = ("step", "canary/mean_abs_dlogp", "mismatch/mean_abs_dlogp", "timing/sync", "timing/rollout")
-        print({name: round(row[name], 4) for name in names})
         assert 0 < row["mismatch/mean_abs_dlogp"] < 0.2 and row["canary/mean_abs_dlogp"] < 0.2
