@@ -3,9 +3,10 @@
     python -m benchmarks.regime                            # all arms, seeds 0 to 2; minutes an arm and seed on one core
     python -m benchmarks.regime --arms calibrated --seeds 0
 
-Arms: `vanilla` (tensorwise FP8, fixed reference bounds), `calibrated` (grid [0.2, 0.9], on three
-times the prompts of the configuration: BF16 clips a few tokens a step, and fewer than `min_tail_tokens` hold L) and `bf16` (no FP8, where every multiple must be exactly 1). All measure every step with shadow passes. Seeds differ in
-prompts and sampling; they share one supervised start, that of seed 0, whose making is the longest part.
+Arms: `vanilla` (tensorwise FP8, fixed reference bounds), `calibrated` (grid [0.2, 0.9], on three times the prompts of the
+configuration: BF16 clips a few tokens a step, and fewer than `min_tail_tokens` hold L) and `bf16` (no FP8, where every
+multiple must be exactly 1). All measure every step with shadow passes. Seeds differ in prompts and sampling; they share one
+supervised start, that of seed 0, whose making is the longest part.
 
 Judged are tokens that chose no bound: those of the steps after a calibration, clipped by FP8 at the bounds in force and
 by BF16 at the references. Shares are pooled as token counts over steps and seeds. L has settled with the first
