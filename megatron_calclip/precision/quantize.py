@@ -26,7 +26,8 @@ from megatron_calclip.precision.scaling import FP32_MANTISSA_BITS, ReduceAmax, S
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-CHUNK_NUMEL = 1 << 17  # two FP32 buffers of this size (1 MiB) stay in a core's L2 cache; smaller ones cost more calls
+# Two buffers of this size and a band's result stay in a core's L2 cache; smaller ones cost more calls.
+CHUNK_BYTES = 1 << 19
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _EXPONENT_BITS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
@@ -121,8 +122,15 @@ def emulate(
     shape = max(t.padded_shape[0] for t in tilings), max(t.padded_shape[1] for t in tilings)
     matrix = tilings[0].pad(x, shape)
     rows_apart = max(t.rows_apart for t in tilings)
-    band = shape[0] if x.is_cuda else max(CHUNK_NUMEL // (rows_apart * shape[1]), 1) * rows_apart
-    amax_bits = [[t.amax_bits(magnitude) for t in tilings] for magnitude in (b.abs() for b in matrix.split(band))]
+    in_source_dtype = dequantize and scaling.power_of_two  # see _Emulation
+    chunk = CHUNK_BYTES // (x.dtype if in_source_dtype else torch.float32).itemsize
+    band = shape[0] if x.is_cuda else max(chunk // (rows_apart * shape[1]), 1) * rows_apart
+    buffers = torch.empty(2, min(band, shape[0]) * shape[1], device=x.device)
+    magnitudes = buffers.view(x.dtype).flatten()
+    amax_bits = [
+        [tiles.amax_bits(torch.abs(part, out=magnitudes[: part.numel()].view(part.shape))) for tiles in tilings]
+        for part in matrix.split(band)
+    ]
     emulations = []
     for tiles, reduce_amax, bits in zip(tilings, dims.values(), zip(*amax_bits, strict=True), strict=True):
         amax = tiles.join_amaxes(bits, x.dtype)
@@ -130,7 +138,6 @@ def emulate(
         emulations.append(_Emulation(tiles, amax, scaling, dtype, matrix, dequantize=dequantize))
 
     results = [torch.empty_like(matrix, dtype=out_dtype) for _ in dims]
-    buffers = torch.empty(2, min(band, shape[0]) * shape[1], device=x.device)
     for start in range(0, shape[0], band):
         for emulation, result in zip(emulations, results, strict=True):
             emulation.round(matrix[start : start + band], start, out=result[start : start + band], buffers=buffers)
@@ -190,7 +197,7 @@ class _Tiles:
         return self.join_amaxes([self.amax_bits(magnitude)], magnitude.dtype)
 
     def amax_bits(self, magnitude: Tensor) -> Tensor:
-        """The same for a band of rows, which may cut tiles that reach from top to bottom; as integers."""
+        """The same for a band of rows, which may cut tiles that reach from top to bottom; as integers in memory of their own."""
         # Non-negative floats sort like their bits, NaN above infinity, and integers reduce much faster.
         bits = magnitude.view(_INTEGERS[magnitude.dtype])
         tile_rows = len(bits) if self.grid[0] == 1 else self.tile[0]
@@ -198,7 +205,7 @@ class _Tiles:
             bits = bits.view(-1, tile_rows, bits.shape[1]).amax(1)
         if self.tile[1] > 1:
             bits = bits.view(len(bits), -1, self.tile[1]).amax(2)
-        return bits
+        return bits.clone() if tile_rows == self.tile[1] == 1 else bits
 
     def join_amaxes(self, bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """float32 amaxes from the `amax_bits` of all bands; `dtype` is that of the matrix."""
@@ -251,7 +258,7 @@ class _Emulation:
         self.scale, self.inverse = scaling.scales(amax, dtype, source=source.dtype)
         fp8 = torch.finfo(dtype)
         # Only a stale (delayed) scale or a non-finite amax saturates. On a GPU asking would stall the stream.
-        self.saturates = source.is_cuda or not bool((amax * self.scale <= fp8.max * (1 + 2**-8)).all())
+        self.saturates = source.is_cuda or not (amax * self.scale).max().item() <= fp8.max * (1 + 2**-8)
         # Powers of two need not be multiplied in and out again: they only move the place where subnormals begin.
         self.rescales = self.saturates or not (dequantize and scaling.power_of_two and _is_moderate(self.scale))
         self.work_dtype = torch.float32 if self.rescales else source.dtype
