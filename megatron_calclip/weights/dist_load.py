@@ -134,7 +134,7 @@ class DistCheckpoint:
         """
         entry = self.tensors[key]
         result = torch.empty(entry.size[len(at) :], dtype=entry.properties.dtype)
-        target = result.view(*(1 for _ in at), *result.shape)
+        target = result.view((*(1 for _ in at), *result.shape))
         if self.fill(key, [((*at, *(0 for _ in result.shape)), target)]) != result.numel():
             raise UserError(str(self.folder), f"has only a part of tensor {key!r}; give a complete checkpoint")
         return result
@@ -155,24 +155,15 @@ class DistCheckpoint:
         """
         num_filled = 0
         for chunk in self.tensors[key].chunks:
-            # Per target and dimension: first and last of what it shares with the block, counted in the global tensor.
-            shared = [
-                [
-                    (max(a, b), min(a + n, b + m))
-                    for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
-                ]
-                for offsets, target in targets
-            ]
-            wanted = [index for index, spans in enumerate(shared) if all(first < last for first, last in spans)]
-            block = self._read_block(key, chunk) if wanted else None
-            for index in wanted:
-                assert block is not None
-                offsets, target = targets[index]
-                piece = block[
-                    tuple(slice(f - o, n - o) for (f, n), o in zip(shared[index], chunk.offsets, strict=True))
-                ]
-                target[tuple(slice(f - o, n - o) for (f, n), o in zip(shared[index], offsets, strict=True))] = piece
-                num_filled += piece.numel()
+            shared = [_shared(offsets, target.shape, chunk.offsets, chunk.sizes) for offsets, target in targets]
+            if all(spans is None for spans in shared):
+                continue
+            block = self._read_block(key, chunk)
+            for spans, (offsets, target) in zip(shared, targets, strict=True):
+                if spans is not None:
+                    piece = block[_within(spans, chunk.offsets)]
+                    target[_within(spans, offsets)] = piece
+                    num_filled += piece.numel()
         return num_filled
 
     def weights(self, *, vocab_size: int) -> HFSource:
@@ -218,6 +209,20 @@ class DistCheckpoint:
         except Exception as error:  # damaged records raise nearly anything
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(str(path), f"is cut short or damaged at {key!r} ({reason}); copy it again") from None
+
+
+def _shared(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """What two rectangles of a tensor share: per dimension the first index and the one behind the last; None if nothing."""
+    dimensions = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in dimensions]
+    return spans if all(start < stop for start, stop in spans) else None
+
+
+def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Indices of a tensor as indices of a rectangle of it."""
+    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(spans, offsets, strict=True))
 
 
 class _Window(io.RawIOBase):

@@ -152,8 +152,10 @@ def test_what_is_not_written_once_as_a_whole_is_no_checkpoint(tmp_path: Path) ->
 
 
 def test_objects_lie_beside_tensors(tmp_path: Path) -> None:
-    blocks = [Block("state/shard_0_1", (), (), b"pickled"), Block(KEY, (2,), (0,), torch.ones(2))]
+    tensors = [Block(KEY, (2,), (0,), torch.ones(2)), Block("scale", (), (), torch.tensor(3.0))]
+    blocks = [Block("state/shard_0_1", (), (), b"pickled"), *tensors]
     written, _ = write_blocks(tmp_path / "__0_0.distcp", blocks)
     write_metadata(tmp_path, written)
     assert written[0].length == 7 and (tmp_path / "__0_0.distcp").read_bytes().startswith(b"pickled")
-    assert torch.equal(DistCheckpoint(tmp_path).read(KEY), torch.ones(2))
+    checkpoint = DistCheckpoint(tmp_path)
+    assert torch.equal(checkpoint.read(KEY), torch.ones(2)) and torch.equal(checkpoint.read("scale"), torch.tensor(3.0))

@@ -28,7 +28,7 @@ KEY = "k" * 40
 # Files that may unpickle, and why that is no way in.
 UNPICKLERS = {
     "megatron_calclip/weights/dist_load.py",  # an Unpickler that admits the format's few classes only
-    "megatron_calclip/learner/checkpoint.py",  # the report of our own process that saved, from our own folder
+    "megatron_calclip/learner/checkpoint_writer.py",  # the report of our own process that saved, from our own folder
     "megatron_calclip/rewards/grading.py",  # jobs from the parent process, through its pipe
 }
 
