@@ -228,6 +228,8 @@ def _says(difference: Row) -> str:
     """Whether the interval of a difference holds 0."""
     if difference["half"] is None:
         return "one seed, which says nothing."
+    if difference["half"] == 0:
+        return "exactly as much in every seed, of which there are too few for an interval."
     if abs(difference["mean"]) <= difference["half"]:
         return "no difference that the seeds could tell from chance."
     return "more than chance between seeds."

@@ -83,7 +83,11 @@ def test_bounds_over_time_are_the_steps_at_which_they_change(tmp_path: Path) -> 
 
 def test_a_difference_that_seeds_tell_from_chance(tmp_path: Path) -> None:
     """Differences 0.10, 0.11, 0.12: the interval is 0.11 +- 4.303 * 0.01 / sqrt(3) = 0.025; those of 0, 0.2, 0.4 hold 0."""
-    for better, says in (((0.1, 0.11, 0.12), "more than chance"), ((0.0, 0.2, 0.4), "no difference")):
+    for better, says in (
+        ((0.1, 0.1, 0.1), "exactly as much in every seed"),
+        ((0.1, 0.11, 0.12), "more than chance"),
+        ((0.0, 0.2, 0.4), "no difference"),
+    ):
         folder = tmp_path / says
         runs = [write_run(folder, "fp8", seed, score=0.5, fp8=1, bf16=1) for seed in range(3)]
         runs += [
