@@ -63,15 +63,12 @@ class Writer:
         self.runtime, self.folder = runtime, folder
         self._report_path = folder / f"writer_{runtime.rank}.report"
         self.process = _FORK.Process(target=self._write, args=(parts, others), name="checkpoint")
-        # OpenMP's threads are not in the forked process, which would wait for them; and to ask for one thread there can crash.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         self.process.start()
-        torch.set_num_threads(num_threads)
 
     def _write(self, parts: Mapping[str, Sequence[Block]], others: Callable[[], list[Path]]) -> None:
         """In the forked process."""
         gc.disable()  # which may find tensors of the GPU, and would have pages copied
+        torch.set_num_threads(1)  # the threads of OpenMP are not in here; it would wait for them
         # It ends with the run; a run that is started again writes into another folder in any case.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # The run saves when it is told to stop, and needs this process for it. The handlers are kept: with one of them a
