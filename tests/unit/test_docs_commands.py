@@ -259,7 +259,10 @@ def test_marks_are_used() -> None:
 def test_commands_are_found() -> None:
     """By hand, so that the search cannot come back empty."""
     readme = [command.text for command in fenced_commands(ROOT / "README.md")]
-    assert "torchrun --nproc-per-node 2 examples/grpo_fp8.py conf/tiny_cpu.yaml" in readme and "pytest" in readme
+    assert (
+        "torchrun --nproc-per-node 2 examples/grpo_fp8.py conf/tiny_cpu.yaml" in readme
+        and "pytest -n 2 --dist loadfile" in readme
+    )
     assert Command("", "A=1 python -c 'a b' x").words == ["python", "-c", "a b", "x"]
     inline = [command.text for command in inline_commands(ROOT / "docs" / "scaling.md")]
     assert "python -m benchmarks.calibration" in inline
