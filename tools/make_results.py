@@ -140,7 +140,7 @@ def block_text(name: str, reports: Mapping[str, Report], folder: Path, *, inline
     file, render = BLOCKS[name]
     if file in reports:
         return render(reports[file])
-    return "not measured yet" if inline else f"Not measured yet: `{COMMANDS[file]}`."
+    return "not measured yet" if inline else f"Not measured in this form yet: `{COMMANDS[file]}`."
 
 
 def render(text: str, reports: Mapping[str, Report], folder: Path) -> str:
