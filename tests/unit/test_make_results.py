@@ -120,7 +120,7 @@ def test_a_file_that_is_missing_leaves_its_command(root: Path) -> None:
     (root / "docs" / "measured" / "rollout.json").unlink()
     assert run(root) == 0
     text = (root / "docs" / "page.md").read_text()
-    assert "\n\nNot measured yet: `python -m benchmarks.rollout`.\n\n<!-- end --> after" in text
+    assert "\n\nNot measured in this form yet: `python -m benchmarks.rollout`.\n\n<!-- end --> after" in text
     assert "<!-- measured: dlogp rowwise -->not measured yet<!-- end -->." in text
 
 
