@@ -131,12 +131,14 @@ def check_case(checks: Checks, case: Case, *, table: bool) -> None:
     checks.true(f"{case.title}: FLOPs", abs(ratio - 1) <= FLOPS_TOLERANCE, f"ratio {ratio:.3f}")
     if table:
         resident = psutil.Process().memory_info().rss
-        print(
+        line = (
             f"| {case.title} | {runtime.rank} | {num_parameters:,} | "
             + " | ".join(f"{expected[phase] / value:.3f}" for phase, value in measured.items())
-            + f" | {ratio:.3f} | {measured['update'] / 2**20:.0f} MiB live, {resident / 2**20:.0f} MiB resident |",
-            flush=True,
+            + f" | {ratio:.3f} | {measured['update'] / 2**20:.0f} MiB live, {resident / 2**20:.0f} MiB resident |"
         )
+        lines = runtime.gather_objects(line)  # two ranks that print may share a line
+        if runtime.rank == 0:
+            print(*lines, sep="\n", flush=True)
 
 
 def _plan(config: Config, shape: ModelShape, runtime: Runtime, prepared: PreparedBatch) -> RankMemory:
