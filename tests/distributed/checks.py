@@ -44,7 +44,8 @@ class Checks:
         if not passed:
             self.failures.append(name)
         if self.rank == 0 or not passed:
-            print(f"{'ok  ' if passed else 'FAIL'} {name}  {detail}".rstrip(), flush=True)
+            line = f"{'ok  ' if passed else 'FAIL'} {name}  {detail}".rstrip()
+            print(f"{line}\n", end="", flush=True)  # one write: other ranks print, too
 
     def close(self, name: str, actual: Values, expected: Values, *, tolerance: float) -> None:
         """Compare named values: |actual - expected| <= tolerance * max(1, |expected|), no value missing, none NaN."""

@@ -131,14 +131,13 @@ def check_case(checks: Checks, case: Case, *, table: bool) -> None:
     checks.true(f"{case.title}: FLOPs", abs(ratio - 1) <= FLOPS_TOLERANCE, f"ratio {ratio:.3f}")
     if table:
         resident = psutil.Process().memory_info().rss
-        line = (
+        print(
             f"| {case.title} | {runtime.rank} | {num_parameters:,} | "
             + " | ".join(f"{expected[phase] / value:.3f}" for phase, value in measured.items())
-            + f" | {ratio:.3f} | {measured['update'] / 2**20:.0f} MiB live, {resident / 2**20:.0f} MiB resident |"
+            + f" | {ratio:.3f} | {measured['update'] / 2**20:.0f} MiB live, {resident / 2**20:.0f} MiB resident |\n",
+            end="",  # one write for line and end, between which another rank's might come
+            flush=True,
         )
-        lines = runtime.gather_objects(line)  # two ranks that print may share a line
-        if runtime.rank == 0:
-            print(*lines, sep="\n", flush=True)
 
 
 def _plan(config: Config, shape: ModelShape, runtime: Runtime, prepared: PreparedBatch) -> RankMemory:
