@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = [
         Run(recipe, arm, seed, folder)
         for recipe, arm, seed in wanted
-        if Run.steps_done(folder := folder_of(runs, recipe, arm, seed)) > 0
+        if Run.steps_done(folder := folder_of(runs, recipe, arm, seed)) >= variant.steps
     ]
     results = summarise(found)
     runs.mkdir(parents=True, exist_ok=True)
