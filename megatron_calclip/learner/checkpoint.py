@@ -19,7 +19,6 @@ rank 0 puts together where everything is.
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,7 +45,6 @@ from megatron_calclip.checkpoint_files import (
 )
 from megatron_calclip.convert.checkpoints import HF_PART, MEGATRON_PART, OPTIMIZER_PART
 from megatron_calclip.errors import EXIT_FAILED, UserError
-from megatron_calclip.learner.checkpoint_blocks import write_metadata
 from megatron_calclip.learner.checkpoint_state import (
     adam_step,
     load_optimizer,
@@ -59,7 +56,7 @@ from megatron_calclip.learner.checkpoint_writer import WRITE_ERRORS, Writer
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.runtime import Runtime
 from megatron_calclip.weights.dist_load import METADATA_FILE, DistCheckpoint
-from megatron_calclip.weights.dist_save import COMMON_FILE, CONTENT_METADATA, FORMAT, FORMAT_FILE
+from megatron_calclip.weights.dist_save import name_format, write_metadata
 
 _TENSORS = "state.safetensors"
 
@@ -72,7 +69,7 @@ def save_model(folder: Path, learner: Learner) -> None:
     """
     _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
     writer = Writer(learner.runtime, folder, {".": weight_blocks(model_state(learner))})
-    _finish(writer, lambda _: _name_format(folder))
+    _finish(writer, lambda _: name_format(folder))
 
 
 def load_model(folder: Path, learner: Learner) -> None:
@@ -108,7 +105,7 @@ class PendingSave:
         aside, folder = self.writer.folder, self.run_dir / f"step_{self.step}"
 
         def complete(records: dict[str, FileRecord]) -> None:
-            _name_format(aside / MEGATRON_PART)
+            name_format(aside / MEGATRON_PART)
             digest = write_manifest(aside, records)
             shutil.rmtree(folder, ignore_errors=True)
             aside.rename(folder)
@@ -194,12 +191,6 @@ def _finish(writer: Writer, complete: Callable[[dict[str, FileRecord]], None]) -
         complete(report.records)
 
     _on_rank_zero(writer.runtime, act, writer.folder)
-
-
-def _name_format(folder: Path) -> None:
-    """Write the two files by which Megatron knows one of its checkpoints."""
-    torch.save({"content_metadata": CONTENT_METADATA}, folder / COMMON_FILE)
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
 
 
 def _on_rank_zero(runtime: Runtime, action: Callable[[], None], folder: Path) -> None:

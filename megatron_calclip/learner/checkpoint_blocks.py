@@ -14,27 +14,18 @@ writes what another one holds, so there is nothing to agree on.
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_calclip.checkpoint_files import FileRecord, HashedFile
 from megatron_calclip.errors import UserError
-from megatron_calclip.weights.dist_load import METADATA_FILE, DistCheckpoint
+from megatron_calclip.weights.dist_load import DistCheckpoint
+from megatron_calclip.weights.dist_save import WrittenBlock
 
 Shape = tuple[int, ...]
 
@@ -121,22 +112,6 @@ class Block:
     """Block of the tensor, on the CPU; or an object, pickled."""
 
 
-class WrittenBlock(NamedTuple):
-    """A block in a file. A plain tuple: rank 0 reads those of all ranks while training stands still."""
-
-    key: str
-    size: Shape
-    offsets: Shape
-    shape: Shape
-    dtype: torch.dtype | None
-    """None for an object."""
-    file: str
-    """Name, without the folder."""
-    start: int
-    length: int
-    """Bytes."""
-
-
 def write_blocks(path: Path, blocks: Sequence[Block]) -> tuple[list[WrittenBlock], FileRecord]:
     """Write a file of blocks, and flush it to disk."""
     written: list[WrittenBlock] = []
@@ -152,32 +127,6 @@ def write_blocks(path: Path, blocks: Sequence[Block]) -> tuple[list[WrittenBlock
             place = (path.name, start, file.size - start)
             written.append(WrittenBlock(block.key, block.size, block.offsets, shape, dtype, *place))
     return written, file.record
-
-
-def write_metadata(folder: Path, written: Iterable[WrittenBlock]) -> None:
-    """Write what tells where the blocks of all ranks are.
-
-    Args:
-        folder: with their files.
-        written: by all ranks together; every tensor must be complete.
-    """
-    metadata, missing = Metadata({}, storage_data={}), dict[str, int]()
-    for block in written:
-        place = _StorageInfo(block.file, block.start, block.length)
-        if block.dtype is None:
-            metadata.state_dict_metadata[block.key] = BytesStorageMetadata()
-            metadata.storage_data[MetadataIndex(block.key)] = place
-            continue
-        new = TensorStorageMetadata(TensorProperties(block.dtype), torch.Size(block.size), [])
-        entry = metadata.state_dict_metadata.setdefault(block.key, new)
-        assert isinstance(entry, TensorStorageMetadata) and (entry.size, entry.properties) == (new.size, new.properties)
-        chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.shape))
-        metadata.storage_data[MetadataIndex(block.key, chunk.offsets, len(entry.chunks))] = place
-        entry.chunks.append(chunk)
-        missing[block.key] = missing.get(block.key, math.prod(block.size)) - math.prod(block.shape)
-    wrong = [key for key, numel in missing.items() if numel]
-    assert not wrong, f"{wrong[0]} is not written once as a whole, and {len(wrong) - 1} others"
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
 def read_part(checkpoint: DistCheckpoint, part: Part, flat: Tensor, start: int) -> None:

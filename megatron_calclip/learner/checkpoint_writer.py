@@ -22,8 +22,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megatron_calclip.checkpoint_files import FileRecord, flushed_record
-from megatron_calclip.learner.checkpoint_blocks import Block, WrittenBlock, write_blocks
+from megatron_calclip.learner.checkpoint_blocks import Block, write_blocks
 from megatron_calclip.learner.runtime import Runtime
+from megatron_calclip.weights.dist_save import WrittenBlock
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1

@@ -1,7 +1,8 @@
 """Write Megatron-Core's distributed checkpoint format (`torch_dist`) one parameter at a time, without a model.
 
-`dist_load.py` describes the format. One process writes the files that training on a given layout would write, one for each
-model-parallel rank; Megatron loads them into any other layout.
+`dist_load.py` describes the format; what tells where everything is (`write_metadata`, `name_format`) serves a learner's own
+checkpoints as well (`learner/checkpoint_blocks.py`). One process writes the files that training on a given layout would
+write, one for each model-parallel rank; Megatron loads them into any other layout.
 
 Left out on purpose: optimizer state (a conversion starts a new one), and Megatron-LM's `args`, which its `--load` wants.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +51,22 @@ _ATTENTION_MODULES = ("linear_qkv", "core_attention", "linear_proj")
 _MLP_MODULES = ("linear_fc1", "linear_fc2")
 _EMPTY_EXTRA_STATE = [None]
 """As Megatron saves the extra state of a linear that has none."""
+
+
+class WrittenBlock(NamedTuple):
+    """A block in a file. A plain tuple: rank 0 reads those of all ranks while training stands still."""
+
+    key: str
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None for an object."""
+    file: str
+    """Name, without the folder."""
+    start: int
+    length: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +115,38 @@ class ShardLayout:
         return list(range(first, first + (self.tp if tensor.layout.tp_dim is not None else 1)))
 
 
+def write_metadata(folder: Path, written: Iterable[WrittenBlock]) -> None:
+    """Write what tells where the blocks of all ranks are.
+
+    Args:
+        folder: with their files.
+        written: by all ranks together; every tensor must be complete.
+    """
+    metadata, missing = Metadata({}, storage_data={}), dict[str, int]()
+    for block in written:
+        place = _StorageInfo(block.file, block.start, block.length)
+        if block.dtype is None:
+            metadata.state_dict_metadata[block.key] = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(block.key)] = place
+            continue
+        new = TensorStorageMetadata(TensorProperties(block.dtype), torch.Size(block.size), [])
+        entry = metadata.state_dict_metadata.setdefault(block.key, new)
+        assert isinstance(entry, TensorStorageMetadata) and (entry.size, entry.properties) == (new.size, new.properties)
+        chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.shape))
+        metadata.storage_data[MetadataIndex(block.key, chunk.offsets, len(entry.chunks))] = place
+        entry.chunks.append(chunk)
+        missing[block.key] = missing.get(block.key, math.prod(block.size)) - math.prod(block.shape)
+    wrong = [key for key, numel in missing.items() if numel]
+    assert not wrong, f"{wrong[0]} is not written once as a whole, and {len(wrong) - 1} others"
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+def name_format(folder: Path) -> None:
+    """Write the two files by which Megatron knows one of its checkpoints."""
+    torch.save({"content_metadata": CONTENT_METADATA}, folder / COMMON_FILE)
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+
+
 def write_dist_checkpoint(source: HFSource, shape: ModelShape, folder: Path, *, layout: ShardLayout) -> None:
     """Write a HF checkpoint as a distributed one; memory holds about one parameter at a time.
 
@@ -109,7 +159,7 @@ def write_dist_checkpoint(source: HFSource, shape: ModelShape, folder: Path, *, 
     Raises:
         UserError: when the tensors of one fused parameter have several types.
     """
-    metadata = Metadata({}, storage_data={})
+    written: list[WrittenBlock] = []
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -118,37 +168,21 @@ def write_dist_checkpoint(source: HFSource, shape: ModelShape, folder: Path, *, 
 
         for tensor in mapped_tensors(shape):
             full = tensor.join(_parts(source, tensor))
+            size = full.shape if tensor.expert is None else (tensor.model.num_experts, *full.shape)
             ranks = layout.ranks(tensor)
             for tp_rank, rank in enumerate(ranks):
                 name = f"__{rank}_0.distcp"
                 for offsets, block in tensor.blocks(full, rank=tp_rank, size=len(ranks)):
                     if tensor.expert is not None:
                         offsets, block = (tensor.expert, *offsets), block[None]
-                    start, length = _append(file_of(name), block)
-                    _record(metadata, tensor, full, offsets, block.shape, _StorageInfo(name, start, length))
-        _append_extra_states(metadata, shape, file_of("__0_0.distcp"))
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    torch.save({"content_metadata": CONTENT_METADATA}, folder / COMMON_FILE)
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
-
-
-def _record(
-    metadata: Metadata,
-    tensor: MappedTensor,
-    full: Tensor,
-    offsets: Sequence[int],
-    sizes: torch.Size,
-    place: _StorageInfo,
-) -> None:
-    """Enter one block into the metadata, under each name of its parameter: all point at the same bytes."""
-    chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)
-    size = full.shape if tensor.expert is None else torch.Size([tensor.model.num_experts, *full.shape])
-    for key in checkpoint_keys(tensor):
-        new = TensorStorageMetadata(TensorProperties(full.dtype), size, [])
-        entry = metadata.state_dict_metadata.setdefault(key, new)
-        assert isinstance(entry, TensorStorageMetadata)
-        metadata.storage_data[MetadataIndex(key, chunk.offsets, len(entry.chunks))] = place
-        entry.chunks.append(chunk)
+                    place = (name, *_append(file_of(name), block))
+                    written += [  # all names of a parameter point at the same bytes
+                        WrittenBlock(key, tuple(size), tuple(offsets), tuple(block.shape), full.dtype, *place)
+                        for key in checkpoint_keys(tensor)
+                    ]
+        written += _append_extra_states(shape, "__0_0.distcp", file_of("__0_0.distcp"))
+    write_metadata(folder, written)
+    name_format(folder)
 
 
 def _parts(source: HFSource, tensor: MappedTensor) -> Sequence[Tensor]:
@@ -159,12 +193,13 @@ def _parts(source: HFSource, tensor: MappedTensor) -> Sequence[Tensor]:
     return parts
 
 
-def _append_extra_states(metadata: Metadata, shape: ModelShape, file: IO[bytes]) -> None:
-    """Enter an empty extra state (FP8 histories) for every module that may ask for one: Megatron's loader insists.
+def _append_extra_states(shape: ModelShape, name: str, file: IO[bytes]) -> list[WrittenBlock]:
+    """Write an empty extra state (FP8 histories) for every module that may ask for one: Megatron's loader insists.
 
     All names point at one record.
     """
-    place = _StorageInfo("__0_0.distcp", *_append(file, _EMPTY_EXTRA_STATE))
+    place = (name, *_append(file, _EMPTY_EXTRA_STATE))
+    written = []
     for layer in range(shape.num_layers):
         prefix = f"decoder.layers.{layer}."
         modules = [f"{prefix}self_attention.{module}" for module in _ATTENTION_MODULES]
@@ -175,9 +210,8 @@ def _append_extra_states(metadata: Metadata, shape: ModelShape, file: IO[bytes])
             names += [f"{name}{expert}_{shape.num_experts}" for name in moe for expert in experts]
         else:
             names += [f"{prefix}mlp.{module}._extra_state/shard_0_1" for module in _MLP_MODULES]
-        for name in names:
-            metadata.state_dict_metadata[name] = BytesStorageMetadata()
-            metadata.storage_data[MetadataIndex(name)] = place
+        written += [WrittenBlock(key, (), (), (), None, *place) for key in names]
+    return written
 
 
 def _append(file: IO[bytes], value: Any) -> tuple[int, int]:

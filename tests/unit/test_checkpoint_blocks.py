@@ -21,9 +21,9 @@ from megatron_calclip.learner.checkpoint_blocks import (
     read_part,
     rectangles,
     write_blocks,
-    write_metadata,
 )
 from megatron_calclip.weights.dist_load import DistCheckpoint
+from megatron_calclip.weights.dist_save import write_metadata
 
 KEY = "exp_avg.layer.weight"
 
