@@ -59,6 +59,8 @@ ARMS: dict[str, tuple[str, ...]] = {
 FIRST_STEP = 5
 ASKED: dict[str, tuple[float, Literal["higher", "lower"]]] = {"vanilla": (2.0, "higher"), "calibrated": (1.4, "lower")}
 """Multiples at the lower bound: over-clipping that can be seen, and its repair."""
+MIN_JUDGED = {"vanilla": 1, "calibrated": 500}
+"""Tokens that BF16 clips: a multiple of fewer is shown, and meets no goal."""
 PAPER_GRID = CalibrationSettings.paper().grid_lower
 NEVER = 10**9
 """Tail tokens that no run has: a replay that asks for so many keeps its start bounds."""
@@ -227,8 +229,9 @@ def compare(results: dict[str, Row]) -> list[Result]:
                 value for key, value in found.items() if key.startswith("low_multiple, seed") and value is not None
             ]
             spread = (min(seeds), max(seeds)) if len(seeds) > 1 else None
+            judged = goal if found["low_bf16"] >= MIN_JUDGED[arm] else None
             what = f"clips at the lower bound, {arm}"
-            compared.append(Result(what, "BF16", "x tokens", found["low_multiple"], goal, better, spread))
+            compared.append(Result(what, "BF16", "x tokens", found["low_multiple"], judged, better, spread))
     return compared
 
 

@@ -115,10 +115,15 @@ def study(report: Report) -> str:
         return number(value["mean"] * factor) + half
 
     recipe, arms = next(iter(report["arms"].items()))
-    seeds = max(value["seeds"] for arm in arms.values() for value in arm.values() if value)
-    title = f"{recipe}, {seeds} seed{'s' if seeds > 1 else ''}, means ± half of their 95% intervals:"
-    rows = [(name, *(cell(column, arm.get(column)) for column in STUDY_COLUMNS)) for name, arm in arms.items()]
-    return page(report, title, table(("arm", *STUDY_COLUMNS.values()), rows))
+
+    def seeds(arm: Mapping[str, Any]) -> str:
+        return str(max(value["seeds"] for value in arm.values() if value))
+
+    title = f"{recipe}, means over seeds ± half of their 95% intervals:"
+    rows = [
+        (name, seeds(arm), *(cell(column, arm.get(column)) for column in STUDY_COLUMNS)) for name, arm in arms.items()
+    ]
+    return page(report, title, table(("arm", "seeds", *STUDY_COLUMNS.values()), rows))
 
 
 def study_tables(report: Report) -> str:

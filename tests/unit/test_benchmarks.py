@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as runner
+from benchmarks import regime
 from benchmarks.results import Result, environment, read_results, write_report
 
 STUB = """
@@ -124,3 +125,9 @@ def test_every_benchmark_of_the_package_is_in_the_table() -> None:
     others = {"__init__", "__main__", "picture", "results", "tables", "tables_runs"}
     modules = {path.stem for path in Path(runner.__file__).parent.glob("*.py")} - others
     assert {f"benchmarks.{name}" for name in modules} == {found.command[0] for found in runner.BENCHMARKS.values()}
+
+
+@pytest.mark.parametrize(("num_tokens", "met"), [(500, True), (499, None)])
+def test_a_calibrated_multiple_of_few_tokens_is_not_judged(num_tokens: int, met: bool | None) -> None:
+    [result] = regime.compare({"calibrated": {"low_multiple": 1.2, "low_bf16": num_tokens}})
+    assert result.ratio == 1.2 and result.met is met

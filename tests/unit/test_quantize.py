@@ -14,8 +14,9 @@ from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-from megatron_calclip.precision.quantize import E4M3, E5M2, Quantized, emulate, quantize
+from megatron_calclip.precision.quantize import CHUNK_BYTES, E4M3, E5M2, Quantized, emulate, quantize
 from megatron_calclip.precision.scaling import (
+    BlockScaling,
     DelayedScaling,
     MXScaling,
     ReduceAmax,
@@ -149,10 +150,17 @@ def test_emulated_is_real(scaling: Scaling, x: Tensor, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("scaling", EVERY_SCALING, ids=str)
 def test_emulated_is_real_in_several_pieces(scaling: Scaling) -> None:
-    """500 x 300 is cut into pieces of which the last is shorter; 2 x 140000 has rows longer than a piece."""
+    """1100 x 300 is cut into pieces of which the last is shorter; 2 x 280000 has rows longer than a piece."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((500, 300), (2, 140_000)):
+    for shape in ((1100, 300), (2, 280_000)):
+        assert math.prod(shape) * torch.bfloat16.itemsize > CHUNK_BYTES  # BF16 pieces are the longest
         assert_emulated_is_real(torch.randn(shape, generator=generator).bfloat16(), scaling, E4M3)
+
+
+def test_emulated_is_real_for_a_scale_per_element() -> None:
+    """Then an amax is the element itself, whose memory the next piece must not overwrite."""
+    x = torch.randn((1100, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert_emulated_is_real(x, BlockScaling(block_size=1), E4M3)
 
 
 @FORMATS
