@@ -13,6 +13,7 @@ Left out on purpose: anything that changes what is computed. Fusions that need C
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import sys
@@ -25,6 +26,10 @@ import torch
 from megatron_calclip.learner.versions import IMPORTED_LATE
 
 CPU = torch.device("cpu")
+
+# Of glibc's malloc.h: parameters of mallopt, and bytes up to which freed memory stays with the process.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 2**31 - 1
 
 # Factories that Megatron calls with an explicit CUDA device.
 _FACTORIES = (
@@ -173,11 +178,24 @@ def _compiler_not_loaded() -> Iterator[None]:
         torch.compile = compiler
 
 
+def _keep_freed_memory() -> None:
+    """Let the allocator hand freed activations out again instead of giving them back to the system.
+
+    glibc maps every tensor of more than 32 MiB anew, and trims its heap between micro-batches; each step then pays for
+    the page faults. Other C libraries have no such settings and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(parameter, _KEPT_BYTES)
+
+
 @functools.cache
 def install() -> None:
     """Make Megatron-Core usable without CUDA; call once per process before anything of it is built."""
     if not needed():
         return
+    _keep_freed_memory()
     with _compiler_not_loaded():
         for name in (*_MODULES, *IMPORTED_LATE):
             importlib.import_module(name)
