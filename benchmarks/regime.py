@@ -9,8 +9,9 @@ multiple must be exactly 1). All measure every step with shadow passes. Seeds di
 supervised start, that of seed 0, whose making is the longest part.
 
 Judged are tokens that chose no bound: those of the steps after a calibration, clipped by FP8 at the bounds in force and
-by BF16 at the references. Shares are pooled as token counts over steps and seeds. L has settled with the first
-calibration that reaches its choice. The paper's grid [0.5, 0.9] is replayed on the dumps of `calibrated`.
+by BF16 at the references. Shares are pooled as token counts over steps and seeds. L has settled with the second of two
+successive calibrations that moved it by at most one step of its grid: while a task is learned, BF16 clips fewer and fewer
+tokens, and L follows late. The paper's grid [0.5, 0.9] is replayed on the dumps of `calibrated`.
 
 A run that is there and complete is not repeated, so the benchmark can be stopped and started again. Results do not
 depend on the machine's load. Left out on purpose: rewards of the arms as a result. The noise is dialled in; a toy run
@@ -27,6 +28,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +49,7 @@ CONFIG = ROOT / "conf" / "noisy_cpu.yaml"
 COMMON = ("calibration.measure=every_step", "eval.every=0", "checkpoint.save_every=0", "tracking.tensorboard=false")
 ARMS: dict[str, tuple[str, ...]] = {
     "vanilla": ("calibration.enabled=false", "train.num_steps=15"),
-    "calibrated": ("calibration.dump=true", "train.prompts_per_step=120"),
+    "calibrated": ("calibration.dump=true", "train.prompts_per_step=120", "train.num_steps=40"),
     "bf16": (
         "calibration.enabled=false",
         *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
@@ -104,9 +106,17 @@ def pooled(rows: Sequence[Row], side: str) -> tuple[int, int, float | None]:
     return clipped8, clipped16, clipped8 / clipped16 if clipped16 else None
 
 
-def settled(reports: Sequence[Row]) -> int | None:
-    """The step of the first calibration after which L is the L* that it found; None when none got there."""
-    return next((row["step"] for row in reports if row["lower_choice"] == row["lower_after"]), None)
+def settled(reports: Sequence[Row], grid_step: float) -> int | None:
+    """The step of the second of two successive calibrations that made a choice and moved L by at most one step of its grid.
+
+    None when there are none. A held bound rests because nothing is known, and does not count.
+    """
+
+    def rests(row: Row) -> bool:
+        moved = abs(row["lower_after"] - row["lower_before"])
+        return row["lower_status"] != "held" and moved <= grid_step * (1 + 1e-6)
+
+    return next((second["step"] for first, second in pairwise(reports) if rests(first) and rests(second)), None)
 
 
 def judge_vanilla(runs: dict[int, Path]) -> Row:
@@ -134,11 +144,11 @@ def judge_calibrated(runs: dict[int, Path]) -> Row:
     ratios: Row = {"edges": HISTOGRAM_EDGES.tolist()}
     for seed, run in runs.items():
         own = [row["report"] for row in read_rows(run / "calibration.jsonl") if row["report"]]
-        step = settled(own)
-        rows = [] if step is None else [row for row in read_rows(run / "metrics.jsonl") if row["step"] > step]
-        reports, after = reports + own, after + rows
         dumps = load_dumps([run])
         settings = dumps[0].settings
+        step = settled(own, settings.grid_lower[2])
+        rows = [] if step is None else [row for row in read_rows(run / "metrics.jsonl") if row["step"] > step]
+        reports, after = reports + own, after + rows
         if "seed" not in ratios:
             bounds = ClipBounds(own[-1]["lower_after"], own[-1]["upper_after"])
             ratios |= {"seed": seed, **histograms(dumps, bounds, settings.reference)}

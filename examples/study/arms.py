@@ -14,8 +14,8 @@ BF16_LEARNER = (
     *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
     "precision.emulation={block_size: null, channel_outlier: 1, first_token_outlier: 1}",
 )
-RELAXED_LOWER = 0.4
-"""Where calibration on the wide grid settles to in this regime (docs/results.md)."""
+RELAXED_LOWER = 0.46
+"""About where calibration on the wide grid settles in this regime (docs/results.md)."""
 
 ARMS: dict[str, tuple[str, ...]] = {
     "bf16": (*NO_CALIBRATION, *BF16_LEARNER),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,3 +132,20 @@ def test_every_benchmark_of_the_package_is_in_the_table() -> None:
 def test_a_calibrated_multiple_of_few_tokens_is_not_judged(num_tokens: int, met: bool | None) -> None:
     [result] = regime.compare({"calibrated": {"low_multiple": 1.2, "low_bf16": num_tokens}})
     assert result.ratio == 1.2 and result.met is met
+
+
+@pytest.mark.parametrize(
+    ("moves", "step"),
+    [
+        ([(0.40, 0.45), (0.45, 0.47), (0.47, 0.47), (0.47, 0.42)], 9),
+        ([(0.40, 0.42), (0.42, 0.47), (0.47, 0.45), (0.45, 0.46)], 12),
+        ([(0.40, 0.42), (0.42, 0.42, "held"), (0.42, 0.44)], None),
+        ([(0.40, 0.45)], None),
+    ],
+)
+def test_settled_is_the_second_calibration_in_a_row_that_hardly_moved(moves: list[Any], step: int | None) -> None:
+    rows = [
+        {"step": 3 * number, "lower_before": before, "lower_after": after, "lower_status": (*status, "moved")[0]}
+        for number, (before, after, *status) in enumerate(moves, 1)
+    ]
+    assert regime.settled(rows, 0.02) == step
