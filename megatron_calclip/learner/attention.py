@@ -24,6 +24,10 @@ from torch import Tensor
 from megatron_calclip.learner.packing import AttentionGroup, PackedLayout, PaddedSlots
 from megatron_calclip.learner.pointwise import rotate
 
+# Keys times head size up to which a CPU attends in FP32. Below, torch's BF16 kernel takes two to four times as long, above
+# it is the faster one. By shape alone, never by pass: old and new log-probabilities must come from the same kernel.
+CPU_FP32_ELEMENTS = 8192
+
 
 @dataclass
 class PackedTokens(PackedSeqParams):
@@ -166,6 +170,9 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, group: AttentionGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One call of SDPA on the slots of a group; returns [b * s_q, heads * d]."""
+        dtype = query.dtype
+        if query.device.type == "cpu" and group.num_keys * query.shape[-1] <= CPU_FP32_ELEMENTS:
+            query, key, value = query.float(), key.float(), value.float()
         q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             q,
@@ -176,4 +183,4 @@ class PackedAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1).to(dtype)
