@@ -9,6 +9,7 @@ and costs one gather per layer; ring attention is TransformerEngine's.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,17 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return None
 
 
+def _saved_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Operands and result of an attention call wait for their backward pass in this dtype; its log-sums stay as they are."""
+    if dtype is torch.float32:
+        return contextlib.nullcontext()
+
+    def pack(x: Tensor) -> tuple[Tensor, torch.dtype]:
+        return x.to(dtype) if x.dim() == 4 else x, x.dtype
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
+
+
 class PackedAttention(MegatronModule):
     """Causal softmax attention over packed sequences by SDPA, with grouped-query heads and context parallelism.
 
@@ -174,13 +186,14 @@ class PackedAttention(MegatronModule):
         if query.device.type == "cpu" and group.num_keys * query.shape[-1] <= CPU_FP32_ELEMENTS:
             query, key, value = query.float(), key.float(), value.float()
         q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=group.mask,
-            is_causal=group.mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )
+        with _saved_as(dtype):
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=group.mask,
+                is_causal=group.mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
         return out.transpose(1, 2).flatten(2).flatten(0, 1).to(dtype)

@@ -225,7 +225,10 @@ def _layer_workspaces(
     a, recompute, fp8 = storage.activation, config.parallel.recompute, storage.code > 0
     largest_weight = max(2 * w.f * w.h, (w.q + 2 * w.kv) * w.h)
     gathered = a * w.t * w.h if config.parallel.sequence_parallel else 0.0
-    backward = a * w.t * (2 * w.f + 2 * w.h) + a * largest_weight + gathered
+    mlp, attention = a * w.t * (2 * w.f + 2 * w.h), 0.0
+    if not storage.transformer_engine:  # in FP32: operands, result, and the gradients of all of them
+        attention = _FP32 * MAX_ATTENTION_PADDING * w.t * 4 * (w.q + w.kv * config.parallel.cp)
+    backward = max(mlp, attention) + a * largest_weight + gathered
     # The MLP's two products, the residual stream before and after attention, the embedding, cosines and sines.
     forward = a * (w.t * 3 * w.f + w.t_s * 5 * w.h) + 2 * _FP32 * w.t * shape.head_dim + gathered
     if fp8:
