@@ -107,12 +107,10 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 def _saved_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Operands and result of an attention call wait for their backward pass in this dtype; its log-sums stay as they are."""
-    if dtype is torch.float32:
-        return contextlib.nullcontext()
+    """Operands and result of an attention call wait for their backward pass in this dtype; log-sums and mask stay as they are."""
 
     def pack(x: Tensor) -> tuple[Tensor, torch.dtype]:
-        return x.to(dtype) if x.dim() == 4 else x, x.dtype
+        return x.to(dtype) if x.dim() == 4 and x.is_floating_point() else x, x.dtype
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
 
@@ -183,10 +181,12 @@ class PackedAttention(MegatronModule):
     def _attend(self, group: AttentionGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One call of SDPA on the slots of a group; returns [b * s_q, heads * d]."""
         dtype = query.dtype
-        if query.device.type == "cpu" and group.num_keys * query.shape[-1] <= CPU_FP32_ELEMENTS:
-            query, key, value = query.float(), key.float(), value.float()
+        saved: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        small = query.device.type == "cpu" and group.num_keys * query.shape[-1] <= CPU_FP32_ELEMENTS
+        if small and dtype is not torch.float32:
+            query, key, value, saved = query.float(), key.float(), value.float(), _saved_as(dtype)
         q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in (query, key, value))
-        with _saved_as(dtype):
+        with saved:
             out = F.scaled_dot_product_attention(
                 q,
                 k,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from checks import Checks, layout
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_learners import (
     MegatronLearner,
     PlainLearner,
@@ -26,6 +27,8 @@ from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.batch import Objective, TrainingBatch
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import launch_world_size
+from megatron_calclip.learner.attention import CPU_FP32_ELEMENTS, PackedAttention
+from megatron_calclip.learner.packing import AttentionGroup
 from megatron_calclip.objective import policy_objective, policy_tokens
 
 MODEL = "qwen2 tied"
@@ -43,6 +46,7 @@ def check_edges(checks: Checks, root: Path, _: Path) -> None:
         check_not_finite(checks, root, parallel)
     if launch_world_size() == 1:
         check_schedule(checks)
+        check_attention(checks)
 
 
 def check_equal_rewards(checks: Checks, root: Path, parallel: dict[str, Any]) -> None:
@@ -124,3 +128,33 @@ def check_schedule(checks: Checks) -> None:
         {"lr": 1e3 * torch.tensor(expected)},
         tolerance=1e-6,
     )
+
+
+def check_attention(checks: Checks) -> None:
+    """BF16 attention, value and gradients against float64: of few keys, by FP32 and so to one rounding, and of many."""
+    attention = PackedAttention(TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4))
+    generator = torch.Generator().manual_seed(0)
+    few = CPU_FP32_ELEMENTS // 32
+    for num_keys, tolerance in ((few, 2**-8), (2 * few, 2**-6)):
+        drawn = [torch.randn(2 * num_keys, heads, 32, generator=generator) for heads in (4, 2, 2)]
+        own = [x.bfloat16().requires_grad_() for x in drawn]
+        exact = [x.detach().double().requires_grad_() for x in own]
+        actual = attention._attend(AttentionGroup(2, num_keys, num_keys, None), *own)
+        q, k, v = (x.unflatten(0, (2, -1)).transpose(1, 2) for x in exact)
+        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 32**0.5
+        seen = torch.ones(num_keys, num_keys).tril().bool()
+        mean = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+        expected = mean.transpose(1, 2).reshape(2 * num_keys, 128)
+        upstream = torch.randn(actual.shape, generator=generator).bfloat16()
+        name = f"attention, {num_keys} keys of 32"
+        checks.true(f"{name}: BF16", actual.dtype is torch.bfloat16)
+        results = {"value": (actual, expected)}
+        gradients = zip(
+            torch.autograd.grad(actual, own, upstream),
+            torch.autograd.grad(expected, exact, upstream.double()),
+            strict=True,
+        )
+        results |= dict(zip(("query", "key", "value's gradient"), gradients, strict=True))
+        for what, (a, e) in results.items():
+            error = float((a.double() - e).abs().max() / e.abs().max())
+            checks.true(f"{name}: {what}", error <= tolerance, f"{error:.1e}")
