@@ -12,7 +12,8 @@ are compared. The engine also returns log-probabilities, which `generate` is not
 Then what emulated FP8 costs: the engine in each scheme against itself in BF16, all completions to the limit. And the
 weight sync, in GB/s beside a plain copy in memory of the same bytes, for a list of random BF16 matrices: into the
 embedded engine (with its fingerprints), through a file (written, renamed, read by another process), and by broadcast
-over gloo into another process. The learner's own stream is measured in `benchmarks/weights.py`.
+over gloo into another process. The learner's own stream is measured in `benchmarks/weights.py`. And what a response
+token costs when ranks exchange their completions, which `torch.distributed` pickles: bytes, and nanoseconds on each end.
 
 Left out on purpose: trained weights. Speed depends on them only through where completions end.
 """
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import pickle
+import random
 import statistics
 import sys
 import tempfile
@@ -37,7 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.results import FOLDER, Result, write_report
-from megatron_calclip.batch import SamplingParams
+from megatron_calclip.batch import Completion, SamplingParams
 from megatron_calclip.rollout.broadcast import BroadcastGroup, Muster
 from megatron_calclip.rollout.engine import Request
 from megatron_calclip.rollout.fingerprint import fingerprint
@@ -225,6 +228,36 @@ def compare_sync(num_repetitions: int) -> list[Result]:
     return results[1:]
 
 
+def measure_exchange(num_repetitions: int) -> dict[str, float]:
+    """Cost of a response token in an exchange of completions: 64 random ones of 2,048 tokens of a vocabulary of 151,936."""
+    draw = random.Random(0)
+    completions = [
+        Completion(
+            tuple(draw.randrange(151_936) for _ in range(2048)),
+            tuple(-draw.expovariate(1.0) for _ in range(2048)),
+            finished=True,
+            policy_version=0,
+        )
+        for _ in range(64)
+    ]
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    seconds: dict[str, list[float]] = {"pickle": [], "unpickle": []}
+    for _ in range(num_repetitions):
+        began = time.perf_counter()
+        sent = pickle.dumps(completions)
+        seconds["pickle"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        received = pickle.loads(sent)
+        seconds["unpickle"].append(time.perf_counter() - began)
+        assert received == completions
+    found = {f"{name}_ns": statistics.median(values) / num_tokens * 1e9 for name, values in seconds.items()}
+    found["bytes"] = len(sent) / num_tokens
+    print(
+        f"completions: {found['bytes']:.1f} bytes a token, {found['pickle_ns']:.0f} ns and {found['unpickle_ns']:.0f} ns"
+    )
+    return found
+
+
 def main() -> int:
     """Print one line per case and batch size, and write the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -260,7 +293,7 @@ def main() -> int:
     slower = any(not result.met for result in results)
     if arguments.device == "cpu":
         results += compare_fp8(arguments.repetitions) + compare_sync(arguments.repetitions)
-    write_report(arguments.output, results)
+    write_report(arguments.output, results, exchange=measure_exchange(arguments.repetitions))
     return int(slower)
 
 
