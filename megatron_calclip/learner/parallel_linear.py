@@ -72,11 +72,16 @@ class _Fp8ParallelLinear(nn.Module):
         """Whether the next forward pass computes in FP8."""
         return self.fp8 is not None and bool(self.config.fp8_active)
 
-    def _fp8_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _fp8_product(self, x: Tensor, weight: Tensor) -> Tensor:
         assert self.fp8 is not None
         first_tokens = getattr(self.config, "first_tokens", None)
-        y = self.fp8(x, weight, getattr(weight, "fp8_codes", None), first_tokens=first_tokens)
-        return y if bias is None else y + bias
+        y: Tensor = self.fp8(x, weight, getattr(weight, "fp8_codes", None), first_tokens=first_tokens)
+        return y
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """A fresh product plus bias, in place: Megatron's own sum makes another copy of the activations."""
+    return y if bias is None else y.add_(bias)
 
 
 class Fp8ColumnParallelLinear(_Fp8ParallelLinear, ColumnParallelLinear):
@@ -94,20 +99,21 @@ class Fp8ColumnParallelLinear(_Fp8ParallelLinear, ColumnParallelLinear):
         **rest: Any,
     ) -> Tensor:
         if not self.fp8_active:
-            return super()._forward_impl(
+            y = super()._forward_impl(
                 input,
                 weight,
-                bias=bias,
+                bias=None,
                 sequence_parallel=sequence_parallel,
                 allreduce_dgrad=allreduce_dgrad,
                 tp_group=tp_group,
                 **rest,
             )
+            return _with_bias(y, bias)
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return self._fp8_product(input, weight, bias)
+        return _with_bias(self._fp8_product(input, weight), bias)
 
 
 class Fp8RowParallelLinear(_Fp8ParallelLinear, RowParallelLinear):
@@ -115,8 +121,8 @@ class Fp8RowParallelLinear(_Fp8ParallelLinear, RowParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *, bias: Tensor | None, **rest: Any) -> Tensor:
         if not self.fp8_active:
-            return super()._forward_impl(input, weight, bias=bias, **rest)
-        return self._fp8_product(input, weight, bias)
+            return _with_bias(super()._forward_impl(input, weight, bias=None, **rest), bias)
+        return _with_bias(self._fp8_product(input, weight), bias)
 
 
 def fp8_linears(chunks: Iterable[nn.Module]) -> list[_Fp8ParallelLinear]:

@@ -28,6 +28,14 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
 
 
+def _store(a: Tensor, b: Tensor, result: Tensor) -> None:
+    """a * b into `result`; `a`, FP32, is overwritten. Rounding in the product itself is slower than in a copy."""
+    if result.dtype is a.dtype:
+        torch.mul(a, b, out=result)
+    else:
+        result.copy_(a.mul_(b))
+
+
 class _RMSNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps) of each row.
 
@@ -45,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
             values = values.float()
             torch.linalg.vector_norm(values, dim=-1, keepdim=True, out=r)
             r.square_().div_(size).add_(eps).rsqrt_()
-            result.copy_((values * r).mul_(weight))
+            _store(values * r, weight, result)
         ctx.save_for_backward(x, weight, scale)
         return out.view_as(x)
 
@@ -64,7 +72,7 @@ class _RMSNorm(torch.autograd.Function):
             minus_mean = torch.mv(product, w).div_(-size)[:, None]
             torch.mul(g, w, out=product)
             product.addcmul_(values, minus_mean.mul_(r.square()))
-            result.copy_(product.mul_(r))
+            _store(product, r, result)
         return grad_x.view_as(x), grad_weight.to(weight.dtype), None
 
 
