@@ -172,6 +172,17 @@ def calibration_bytes(report: Report) -> str:
     return f"{plain:,}, with bootstrap replicates {bootstrap:,}"
 
 
+def exchange_bytes(report: Report) -> str:
+    """Bytes of a response token when ranks exchange completions; a part of a sentence."""
+    return f"{report['exchange']['bytes']:.1f}"
+
+
+def exchange(report: Report) -> str:
+    """The same and its time; a part of a sentence."""
+    found = report["exchange"]
+    return f"{found['bytes']:.1f} bytes, {found['pickle_ns']:.0f} ns to pickle and {found['unpickle_ns']:.0f} ns to unpickle"
+
+
 def weights(report: Report) -> str:
     """GB/s of conversions and of the stream, beside a copy."""
     summary = report["summary"]

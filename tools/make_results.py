@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from benchmarks import picture, tables, tables_runs
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.results import MEASURED
 from benchmarks.tables import Report
 from megatron_calclip.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = "docs/measured"
 MARKER = re.compile(r"(?P<begin><!-- measured: (?P<name>[^>]+?) -->)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL)
 COMMANDS = {name: f"python -m {' '.join(found.command)}" for name, found in BENCHMARKS.items()} | {
     "study_short": "python -m examples.study --variant short",
@@ -64,6 +64,8 @@ BLOCKS = {
     "calibration_run": Block("calibration_run", tables.comparisons),
     "weights": Block("weights", tables.weights),
     "rollout": Block("rollout", tables.comparisons),
+    "exchange": Block("rollout", tables.exchange),
+    "exchange bytes": Block("rollout", tables.exchange_bytes),
     "rewards": Block("rewards", tables.rewards),
     "checkpoint": Block("checkpoint", tables.checkpoint),
     "regime": Block("regime", tables_runs.regime),
@@ -133,7 +135,7 @@ def block_text(name: str, reports: Mapping[str, Report], folder: Path, *, inline
         return tables_runs.headlines(reports)
     if name == "gpu":
         path = folder / GPU
-        missing = f"Not yet run on a GPU: `tools/gpu_check.sh WHEELS --output {FOLDER}/{GPU}` measures it."
+        missing = f"Not yet run on a GPU: `tools/gpu_check.sh WHEELS --output {MEASURED}/{GPU}` measures it."
         return path.read_text().strip() if path.is_file() else missing
     if name not in BLOCKS:
         raise UserError(f"measured: {name}", f"no such block; there are {', '.join([*BLOCKS, 'headlines', 'gpu'])}")
@@ -171,8 +173,8 @@ def make(root: Path) -> dict[Path, str]:
     Raises:
         UserError: see `read_reports` and `block_text`.
     """
-    reports = read_reports(root / FOLDER)
-    made = {path: render(path.read_text(), reports, root / FOLDER) for path in pages(root)}
+    reports = read_reports(root / MEASURED)
+    made = {path: render(path.read_text(), reports, root / MEASURED) for path in pages(root)}
     return made | {root / path: draw(reports[file]) for path, (file, draw) in PICTURES.items() if file in reports}
 
 
