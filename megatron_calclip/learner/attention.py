@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_calclip.learner.packing import AttentionGroup, PackedLayout, PaddedSlots
 from megatron_calclip.learner.pointwise import rotate
 
-# Keys times head size up to which a CPU attends in FP32. Below, torch's BF16 kernel takes two to four times as long, above
-# it is the faster one. By shape alone, never by pass: old and new log-probabilities must come from the same kernel.
+# Keys times head size up to which a CPU attends in FP32. Below, torch's BF16 kernel takes up to five times as long; above, the gap
+# closes, and long sequences are faster in BF16. By shape alone, never by pass: old and new log-probabilities must come from the same kernel.
 CPU_FP32_ELEMENTS = 8192
 
 
