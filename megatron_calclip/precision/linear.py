@@ -21,14 +21,15 @@ Legend: M tokens, K inputs, N outputs of this rank's shard.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megatron_calclip.precision.quantize import E4M3, emulate, quantize
+from megatron_calclip.precision.quantize import E4M3, Quantized, emulate, quantize
 from megatron_calclip.precision.recipes import Recipe
 from megatron_calclip.precision.scaling import BlockScaling, DelayedScaling, ReduceAmax, RowScaling, Scaling
 
@@ -193,11 +194,11 @@ class Fp8Gemms(nn.Module):
         dims = {dim: self._reduction(dim, sharded_dim) for dim in ((-1, 0) if both and not same_codes else (-1,))}
         # Powers of two go into BF16 values exactly. FP32 scales of blocks vary along the contracted dimension.
         in_values = self.backend == "emulated" and (scaling.power_of_two or isinstance(scaling, BlockScaling))
-        if self.backend == "scaled_mm":
-            results = [quantize(x, scaling, dtype, dim=dim, reduce_amax=reduce) for dim, reduce in dims.items()]
-        else:
+        quantizer: Callable[..., Quantized] = quantize
+        if self.backend == "emulated":
             out_dtype = torch.float32 if in_values and not scaling.power_of_two else torch.bfloat16
-            results = emulate(x, scaling, dtype, dims, out_dtype=out_dtype, dequantize=in_values)
+            quantizer = functools.partial(emulate, out_dtype=out_dtype, dequantize=in_values)
+        results = [quantizer(x, scaling, dtype, dim=dim, reduce_amax=reduce) for dim, reduce in dims.items()]
         values, scales = ([q.codes for q in results], [None if in_values else q.inverse_scale for q in results])
         last = Operand(values[0], scales[0])
         if not both:
