@@ -15,7 +15,7 @@ as a gather would (its network time is not counted).
 | ours, no bootstrap | all of `quantile + balance`, and shares and sums of both precisions at all edges |
 | ours, bootstrap | the same for 100 replicates, for sequences of 4,096 and of 512 tokens |
 
-So `quantile` does less than ours, and the peer of equal results is `quantile + balance` without intervals and
+So `quantile` does less than ours; the peer of equal results is `quantile + balance` without intervals and
 `quantile + balance + bootstrap` with them. What the variants find is checked for agreement.
 
 Every measurement is one call in a process of its own, on one thread, after a small warm-up call. Repetitions
@@ -24,8 +24,8 @@ time of the process: equal to wall time on an idle machine, still meaningful on 
 short passes lose more to a polluted cache than a long sort does. Extra memory is the peak resident size
 during the call (VmHWM, reset just before) minus the resident size before it.
 
-Exits with status 1 when ours (no bootstrap) is not 5 times as fast as `quantile + balance`, or takes more
-than 5% of the extra memory of `quantile`.
+Exits with status 1 when ours (no bootstrap) is not 5 times as fast as `quantile`, or takes more than 5% of its extra
+memory.
 
 `--run` trains `conf/tiny_cpu.yaml` from random weights (its cost is that of any weights) for 20 steps with one
 calibration, with all tokens and with half of them, and reads its ledger: the share of wall clock, and the share of
@@ -272,7 +272,7 @@ def print_table(runs: list[dict[str, Measurement]], num_tokens: int) -> bool:
             f"{median(variant, 'seconds', 'quantile + balance'):9.2f} "
             f"{median(variant, 'extra_mib'):7.1f} {runs[0][variant].num_bytes:12,}"
         )
-    speedup = median(OURS, "seconds", "quantile + balance")
+    speedup = median(OURS, "seconds", "quantile")
     memory_share = median(OURS, "extra_mib") / median("quantile", "extra_mib")
     print(f"{OURS}: {memory_share:.1%} of the extra memory of `quantile`")
     return speedup >= REQUIRED_SPEEDUP and memory_share <= REQUIRED_MEMORY_SHARE
@@ -287,8 +287,8 @@ def compare(runs: list[dict[str, Measurement]]) -> list[Result]:
 
     memory = [run[OURS].extra_mib / run["quantile"].extra_mib for run in runs]
     return [
-        speed(OURS, "quantile"),  # which finds less
-        speed(OURS, "quantile + balance", REQUIRED_SPEEDUP),
+        speed(OURS, "quantile", REQUIRED_SPEEDUP),
+        speed(OURS, "quantile + balance"),
         speed("ours, bootstrap", BOOTSTRAP_PEER),
         Result.of(OURS, "quantile", "x memory", memory, goal=REQUIRED_MEMORY_SHARE, better="lower"),
     ]

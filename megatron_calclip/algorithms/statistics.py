@@ -22,11 +22,10 @@ from torch import Tensor
 
 from megatron_calclip.algorithms.bootstrap import poisson_weights
 from megatron_calclip.algorithms.histograms import (
-    CHUNK_TOKENS,
-    MAX_SEQUENCES,
     Precision,
     Quantity,
     SequenceHistograms,
+    TokenCount,
     TokenRatios,
 )
 
@@ -101,6 +100,7 @@ class RatioStatistics:
             use_loss_weights=use_loss_weights,
             with_weights=with_weights,
             weight_scale=weight_scale,
+            per_sequence=num_replicates > 0,  # without a bootstrap nothing depends on the sequences
             device=device,
         )
         num_quantities, num_bins = self._histograms.num_quantities, self._histograms.num_bins
@@ -180,31 +180,21 @@ class RatioStatistics:
             raise ValueError(f"expected 1-D tensors of one length, got {shapes}; flatten them to [T]")
         if response_mask.dtype != torch.bool:
             raise ValueError(f"response_mask is {response_mask.dtype}; pass a bool mask")
-        for start in range(0, ratio8.numel(), CHUNK_TOKENS):
-            self._add_chunk(tokens.cut(start, start + CHUNK_TOKENS), weights_unmoved)
-
-    def _add_chunk(self, tokens: TokenRatios, weights_unmoved: bool) -> None:
-        num_tokens = tokens.sequence_ids.numel()
-        if self.num_replicates:
-            sequences, lengths = torch.unique_consecutive(tokens.sequence_ids, return_counts=True)
-        else:  # without a bootstrap nothing depends on the sequences
-            sequences, lengths = tokens.sequence_ids[:1], tokens.sequence_ids.new_full((1,), num_tokens)
-        if sequences.numel() > MAX_SEQUENCES:
-            self._add_chunk(tokens.cut(0, num_tokens // 2), weights_unmoved)
-            self._add_chunk(tokens.cut(num_tokens // 2, num_tokens), weights_unmoved)
-            return
-        if not self._histograms.has_room(num_tokens=num_tokens, num_sequences=sequences.numel()):
-            self._flush()
-        counts = self._histograms.add(tokens, sequences, lengths)
-        self._counters[_Counter.NONFINITE] += counts.nonfinite
-        self._counters[_Counter.MOVED] += counts.off_one
-        if weights_unmoved:
-            self._counters[_Counter.UNMOVED_WEIGHTS] += counts.weighted
-            self._counters[_Counter.UNMOVED_WEIGHTS_OFF_ONE] += counts.off_one
+        start = 0
+        while start < ratio8.numel():
+            num_added, counts = self._histograms.add(tokens.cut(start, ratio8.numel()))
+            start += num_added
+            if start < ratio8.numel():
+                self._flush()
+            self._counters[_Counter.NONFINITE] += counts[TokenCount.NONFINITE]
+            self._counters[_Counter.MOVED] += counts[TokenCount.OFF_ONE]
+            if weights_unmoved:
+                self._counters[_Counter.UNMOVED_WEIGHTS] += counts[TokenCount.WEIGHTED]
+                self._counters[_Counter.UNMOVED_WEIGHTS_OFF_ONE] += counts[TokenCount.OFF_ONE]
 
     def _flush(self) -> None:
         """Bring the sums up to date with the tokens of the present block."""
-        if self._histograms.num_sequences == 0:
+        if self._histograms.num_tokens == 0:
             return
         sequence_ids, histograms = self._histograms.take()
         plain = torch.ones_like(sequence_ids).unsqueeze(1)

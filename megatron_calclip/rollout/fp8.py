@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_calclip.precision.linear import Operand, gemm
-from megatron_calclip.precision.quantize import E4M3, quantize
+from megatron_calclip.precision.quantize import E4M3, emulate
 from megatron_calclip.precision.scaling import MXScaling
 
 Scheme = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"]
@@ -125,7 +125,7 @@ class Fp8Linear(nn.Linear):
         if self.scheme == "fp8_per_block":
             return Operand(_dequantized_blocks(x, rows), None)
         if self.scheme == "mxfp8":
-            return Operand(quantize(x, MXScaling(), E4M3).dequantize(torch.bfloat16), None)
+            return Operand(emulate(x, MXScaling(), E4M3, dequantize=True).codes, None)
         codes, scale = quantize_rows(x)
         return Operand(codes.to(torch.bfloat16), scale)
 

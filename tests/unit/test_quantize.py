@@ -196,6 +196,8 @@ def test_shapes_and_layout(scaling: Scaling) -> None:
     """Leading dimensions are flattened, strides do not matter, inputs are left alone, empty tensors pass."""
     x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     before = x.clone()
+    parameter = torch.nn.Parameter(x.contiguous())
+    assert same(emulate(parameter, scaling, E4M3).codes, emulate(x, scaling, E4M3).codes)
     for dim in (-1, 0):
         ours = emulate(x, scaling, E4M3, dim=dim)
         flat = emulate(x.reshape(15, 40), scaling, E4M3, dim=dim)
