@@ -1,8 +1,12 @@
-"""Loops over single elements as machine code, for CPU tensors: one way to compile them, with numba.
+"""Loops over single elements as machine code, for CPU tensors: one way to write and compile them, with numba.
 
 Eager torch reads and writes memory for every operation of a chain; a compiled loop does so once for all of them. It is
 worth having where a definition in plain torch operations exists, runs on every device, and is what tests compare the
-loop with, bit for bit.
+loop with.
+
+NumPy has no BF16: loops get such a tensor as the bits of its numbers (uint16, see `memory_of`), read elements with
+`load` and write them with `store`, whatever the dtype, and compute in float32. They vectorise where an inner loop runs
+over a whole row (`row = matrix[i]`), of which numba knows that no index is negative.
 
 Left out on purpose: threads of its own (a rank has one, see `learner/runtime.py`), and devices, which have their
 libraries' kernels.
@@ -11,19 +15,108 @@ libraries' kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from numpy.typing import NDArray
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
+Values: TypeAlias = NDArray[Any]
+"""float32, or uint16 for BF16."""
+
+_MAGNITUDE, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7FC00000)
 
 
-def compiled(loop: Loop) -> Loop:
+def compiled(loop: Loop, *, reassociate: bool = False) -> Loop:
     """Compile `loop` at its first call; the machine code is kept on disk for the processes that follow.
 
-    It takes NumPy arrays and scalars. Floating-point operations are those written down, in their order.
+    It takes NumPy arrays and scalars. Floating-point operations are those written down, in their order, but for sums
+    with `reassociate`, which no vector instruction could do otherwise.
     """
+    fastmath: Any = {"reassoc"} if reassociate else False
     try:
-        return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy")(loop))
+        return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fastmath)(loop))
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return cast(Loop, numba.njit(nogil=True, error_model="numpy")(loop))
+        return cast(Loop, numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(loop))
+
+
+def memory_of(tensor: torch.Tensor) -> Values:
+    """The memory of a CPU tensor as an array: changes of one show in the other. BF16 is seen as uint16."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def load(values: Values, j: int) -> np.float32:
+    """Element j of a row, inside a compiled loop."""
+    raise NotImplementedError("only compiled loops call this")
+
+
+def rounded(value: np.float32, values: Values) -> np.float32:
+    """The number as `values` would hold it, ties to even, inside a compiled loop."""
+    raise NotImplementedError("only compiled loops call this")
+
+
+def store(value: np.float32, values: Values, j: int) -> None:
+    """Round a number into element j of a row, inside a compiled loop."""
+    raise NotImplementedError("only compiled loops call this")
+
+
+@compiled
+def bits_of(value: np.float32) -> np.uint32:
+    """The bits of a number."""
+    return np.float32(value).view(np.uint32)
+
+
+@compiled
+def from_bits(bits: np.uint32) -> np.float32:
+    """The number that has these bits."""
+    return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def _from_bf16(bits: np.uint16) -> np.float32:
+    return from_bits(np.uint32(np.uint32(bits) << 16))
+
+
+@compiled
+def _to_bf16(value: np.float32) -> np.uint16:
+    bits = bits_of(value)
+    # Rounding carries into the exponent, and would carry some NaNs beyond the sign.
+    bits = _NAN if np.uint32(bits & _MAGNITUDE) > _INFINITY else bits
+    return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+# What numba builds for a row of either dtype.
+
+
+@overload(load, strict=False)
+def _build_load(values: Any, j: Any) -> Callable[..., Any]:
+    if values.dtype is types.uint16:
+        return lambda values, j: _from_bf16(values[j])
+    return lambda values, j: values[j]
+
+
+@overload(rounded, strict=False)
+def _build_rounded(value: Any, values: Any) -> Callable[..., Any]:
+    if values.dtype is types.uint16:
+        return lambda value, values: _from_bf16(_to_bf16(value))
+    return lambda value, values: value
+
+
+@overload(store, strict=False)
+def _build_store(value: Any, values: Any, j: Any) -> Callable[..., Any]:
+    if values.dtype is types.uint16:
+
+        def store_bf16(value, values, j):  # type: ignore[no-untyped-def]
+            values[j] = _to_bf16(value)
+
+        return store_bf16
+
+    def store_fp32(value, values, j):  # type: ignore[no-untyped-def]
+        values[j] = value
+
+    return store_fp32

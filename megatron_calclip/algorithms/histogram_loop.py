@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_calclip.compiled import compiled
+from megatron_calclip.compiled import bits_of, compiled
 
 Tokens: TypeAlias = tuple[NDArray[Any], ...]
 
@@ -101,7 +101,7 @@ def add_tokens(
         counts[2] += weight > 0 and r8 != 1
         for precision in range(2):
             ratio = r8 if precision == 0 else r16
-            bits = np.int64(np.float32(ratio).view(np.int32))
+            bits = np.int64(np.int32(bits_of(ratio)))
             cell = min(max((bits >> bins.shift) - bins.first_cell, 0), last_cell)
             found = bins.first_thresholds[side, cell]
             for _ in range(bins.depth):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_calclip.algorithms.histogram_loop import BinRule, WeightRule, add_tokens
+from megatron_calclip.compiled import memory_of
 
 FRACTION_BITS = 28
 """Weighted sums are held in units of 2^-28; a token's value is truncated to it."""
@@ -153,7 +154,7 @@ class SequenceHistograms:
         tokens = tokens.cut(0, MAX_TOKENS - self.num_tokens)
         # Float32 is what the loss compares ratios with bounds in.
         tokens = TokenRatios._make([*(values.float() for values in tokens[:5]), *tokens[5:]])
-        tokens = tokens.map(lambda values: values.detach().contiguous())
+        tokens = tokens.map(torch.Tensor.contiguous)
         add = self._add_in_loop if self._device.type == "cpu" else self._add_by_operations
         num_added, counts = add(tokens)
         self.num_tokens += num_added
@@ -162,14 +163,14 @@ class SequenceHistograms:
     def _add_in_loop(self, tokens: TokenRatios) -> tuple[int, Tensor]:
         counts = torch.zeros(len(TokenCount), dtype=torch.int64)
         num_added, self.num_sequences = add_tokens(
-            tuple(tensor.numpy() for tensor in tokens),
+            tuple(map(memory_of, tokens)),
             self._bin_rule,
             self._weight_rule,
             self._per_sequence,
-            self._rows.numpy(),
-            self._sequence_ids.numpy(),
+            memory_of(self._rows),
+            memory_of(self._sequence_ids),
             self.num_sequences,
-            counts.numpy(),
+            memory_of(counts),
         )
         return num_added, counts
 

@@ -21,14 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_calclip.compiled import memory_of
 from megatron_calclip.precision import kernels
 from megatron_calclip.precision.scaling import FP32_MANTISSA_BITS, ReduceAmax, Scaling
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-
-# Integers of the same size.
-_BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
 
 @dataclass(frozen=True)
@@ -137,21 +135,20 @@ def _emulate_on_cpu(
     """See `emulate`; the inverse scales are returned also where they are multiplied in."""
     tiles = _Tiles.of(x, scaling, dim)
     matrix, out = x.reshape(tiles.shape).contiguous(), torch.empty(tiles.shape, dtype=out_dtype)
-    bits = matrix.view(_BITS[x.dtype]).numpy()
     amax = torch.zeros(tiles.grid)
-    kernels.amaxes(bits, *tiles.tile, amax.view(torch.int32).numpy())
+    kernels.amaxes(memory_of(matrix), *tiles.tile, memory_of(amax.view(torch.int32)))
     scale, inverse = scaling.scales(amax if reduce_amax is None else reduce_amax(amax), dtype, source=x.dtype)
     factor = inverse if dequantize else torch.ones_like(inverse)
     fp8 = torch.finfo(dtype)
     kernels.round_to_fp8(
-        bits,
+        memory_of(matrix),
         *tiles.tile,
-        scale.contiguous().numpy(),
-        factor.contiguous().numpy(),
+        memory_of(scale.contiguous()),
+        memory_of(factor.contiguous()),
         np.float32(fp8.max),
         np.float32(fp8.smallest_normal).view(np.uint32),
         np.float32(1.5 * fp8.eps / torch.finfo(torch.float32).eps),
-        out.view(_BITS[out_dtype]).numpy(),
+        memory_of(out),
     )
     return Quantized(out.view(x.shape), inverse, tiles.tile)
 
