@@ -1,39 +1,31 @@
-"""RMSNorm, SwiGLU and rotary embedding in few passes over memory. Plain torch, no Megatron.
+"""RMSNorm, SwiGLU and rotary embedding, forward and backward. No Megatron.
 
-As torch and Megatron write them, they are chains of elementwise operations on a CPU, each of which reads and writes all
-activations. Here norm and SwiGLU take a few rows at a time through the whole chain, forward and backward, and keep
-nothing but the input (of the norm also one number per row) in between; the rotation needs no concatenation. Left out
-on purpose: device kernels; on CUDA TransformerEngine has its own.
+As torch and Megatron write them, they are chains of elementwise operations, each of which reads and writes all
+activations and keeps some of them. Here norm and SwiGLU keep nothing but the input (of the norm also one number per
+row), and on a CPU each is one compiled loop (`pointwise_loops`); the rotation needs no concatenation. Left out on
+purpose: device kernels; on CUDA TransformerEngine has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# FP32 elements that go through the chain together. Three buffers of 2^17 are 1.5 MiB and fit in an L2 cache of 2 MiB;
-# with 2^16 the calls themselves cost up to a quarter more. A CUDA device wants few, large kernels instead.
-CPU_CHUNK_ELEMENTS = 2**17
-CUDA_CHUNK_ELEMENTS = 2**30
+from megatron_calclip.compiled import memory_of
+from megatron_calclip.learner import pointwise_loops
 
 
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Slices of the same rows of all tensors; the first says how many rows fit."""
-    elements = CPU_CHUNK_ELEMENTS if tensors[0].device.type == "cpu" else CUDA_CHUNK_ELEMENTS
-    num_rows = max(elements // tensors[0].shape[1], 1)
-    return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+def _in_loop(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
-def _store(a: Tensor, b: Tensor, result: Tensor) -> None:
-    """a * b into `result`; `a`, FP32, is overwritten. Rounding in the product itself is slower than in a copy."""
-    if result.dtype is a.dtype:
-        torch.mul(a, b, out=result)
-    else:
-        result.copy_(a.mul_(b))
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -45,35 +37,32 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
-        rows = x.reshape(-1, size)
-        out = torch.empty_like(rows)
-        scale = torch.empty(len(rows), 1, dtype=torch.float32, device=x.device)
-        for values, result, r in _chunks(rows, out, scale):
-            values = values.float()
-            torch.linalg.vector_norm(values, dim=-1, keepdim=True, out=r)
-            r.square_().div_(size).add_(eps).rsqrt_()
-            _store(values * r, weight, result)
+        rows, w = _matrix(x), weight.float()
+        if _in_loop(x):
+            out, scale = torch.empty_like(rows), torch.empty(len(rows))
+            pointwise_loops.rms_norm(memory_of(rows), memory_of(w), np.float32(eps), memory_of(out), memory_of(scale))
+        else:
+            values = rows.float()
+            scale = values.square().mean(-1).add_(eps).rsqrt_()
+            out = (values * scale[:, None] * w).to(x.dtype)
         ctx.save_for_backward(x, weight, scale)
-        return out.view_as(x)
+        return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        size = x.shape[-1]
-        rows, grad_rows = x.reshape(-1, size), grad.reshape(-1, size)
-        grad_x, w = torch.empty_like(rows), weight.float()
-        grad_weight = torch.zeros_like(w)
-        for values, g, result, r in _chunks(rows, grad_rows, grad_x, scale):
-            values, g = values.float(), g.float()
-            product = g * values
-            grad_weight.addmv_(product.t(), r[:, 0])
-            minus_mean = torch.mv(product, w).div_(-size)[:, None]
-            torch.mul(g, w, out=product)
-            product.addcmul_(values, minus_mean.mul_(r.square()))
-            _store(product, r, result)
-        return grad_x.view_as(x), grad_weight.to(weight.dtype), None
+        rows, grad_rows, w = _matrix(x), _matrix(grad), weight.float()
+        if _in_loop(x):
+            grad_x, grad_weight = torch.empty_like(rows), torch.zeros_like(w)
+            operands = rows, w, scale, grad_rows, grad_x, grad_weight
+            pointwise_loops.rms_norm_backward(*map(memory_of, operands))
+        else:
+            values, g, r = rows.float(), grad_rows.float(), scale[:, None]
+            grad_weight = (g * values * r).sum(0)
+            mean = (g * values * w).mean(-1, keepdim=True)
+            grad_x = (r * (g * w - values * r.square() * mean)).to(x.dtype)
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,29 +83,27 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        size = x.shape[-1] // 2
-        rows = x.reshape(-1, 2 * size)
-        out = rows.new_empty(len(rows), size)
-        for values, result in _chunks(rows, out):
-            gate, up = values.chunk(2, -1)
-            torch.ops.aten.silu.out(gate, out=result)
-            result.mul_(up)
-        return out.view(*x.shape[:-1], size)
+        rows = _matrix(x)
+        if _in_loop(x):
+            out = rows.new_empty(len(rows), x.shape[-1] // 2)
+            pointwise_loops.swiglu(memory_of(rows), memory_of(out))
+        else:
+            gate, up = rows.chunk(2, -1)
+            out = F.silu(gate) * up
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        grad_x = torch.empty_like(rows)
-        for values, result, g in _chunks(rows, grad_x, grad_rows):
-            gate, up = values.chunk(2, -1)
-            grad_gate, grad_up = result.chunk(2, -1)
-            torch.ops.aten.silu.out(gate, out=grad_up)
-            grad_up.mul_(g)
-            torch.mul(g, up, out=grad_gate)
-            torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_x.view_as(x)
+        rows, grad_rows = _matrix(x), _matrix(grad)
+        if _in_loop(x):
+            grad_x = torch.empty_like(rows)
+            pointwise_loops.swiglu_backward(memory_of(rows), memory_of(grad_rows), memory_of(grad_x))
+        else:
+            gate, up = rows.chunk(2, -1)
+            grad_x = torch.cat((torch.ops.aten.silu_backward(grad_rows * up, gate), grad_rows * F.silu(gate)), -1)
+        return grad_x.view(x.shape)
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ def assert_equal_in_value_and_gradient(
         torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance * float(e.abs().max()))
 
 
-@pytest.fixture(params=[64, 2**16])
-def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small chunks, the last of them cut short, and a single one."""
-    monkeypatch.setattr(pointwise, "CPU_CHUNK_ELEMENTS", request.param)
+@pytest.fixture(params=[True, False], ids=["loop", "operations"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and by the operations that other devices run."""
+    monkeypatch.setattr(pointwise, "_in_loop", lambda x: request.param)
 
 
 def test_norm_by_hand() -> None:
@@ -57,7 +57,7 @@ def test_rotation_by_hand() -> None:
     assert rotate(x, cos, sin).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
-@pytest.mark.usefixtures("chunk_elements")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norm(dtype: torch.dtype) -> None:
     x, weight = draw(11, 1, 24, dtype=dtype).requires_grad_(), draw(24, dtype=dtype, seed=1).requires_grad_()
@@ -66,7 +66,7 @@ def test_norm(dtype: torch.dtype) -> None:
     assert_equal_in_value_and_gradient(rms_norm(x, weight, EPS), expected, [x, weight], exact)
 
 
-@pytest.mark.usefixtures("chunk_elements")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_swiglu(dtype: torch.dtype) -> None:
     x = draw(11, 1, 24, dtype=dtype).requires_grad_()
@@ -85,6 +85,30 @@ def test_rotation_is_a_complex_product(dtype: torch.dtype) -> None:
     turned = torch.complex(*exact.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat((turned.real, turned.imag), -1)
     assert_equal_in_value_and_gradient(rotate(x, cos, sin), expected, [x], [exact])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_swiglu_is_torch_over_the_whole_range(dtype: torch.dtype) -> None:
+    """Gates from where the sigmoid is 0 to where it is 1; to a few ulp in FP32, and rounded like torch's two operations."""
+    gate = torch.linspace(-100, 100, 4001).to(dtype)
+    up = draw(4001, dtype=dtype)
+    expected, own = F.silu(gate) * up, swiglu(torch.cat((gate, up)))
+    torch.testing.assert_close(own, expected, rtol=1e-6 if dtype is torch.float32 else 2**-8, atol=1e-30)
+    if dtype is torch.bfloat16:
+        normal = gate.abs() < 87  # beyond, torch has 0 where this has 1e-36
+        assert (own != expected)[normal].float().mean() < 1e-2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_numbers_show(value: float) -> None:
+    """A NaN anywhere must reach the loss, where the guard stops the step."""
+    x = torch.ones(2, 8)
+    x[1, 2] = value
+    x.requires_grad_()
+    for result in (rms_norm(x, torch.ones(8), EPS), swiglu(x)):
+        assert result[0].isfinite().all() and not result[1].isfinite().all()
+        gradient = torch.autograd.grad(result.sum(), x)[0]
+        assert gradient[0].isfinite().all() and not gradient[1].isfinite().all()
 
 
 @pytest.mark.parametrize("function", [lambda x: rms_norm(x, torch.ones(8), EPS), swiglu])
