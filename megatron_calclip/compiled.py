@@ -5,8 +5,8 @@ worth having where a definition in plain torch operations exists, runs on every 
 loop with.
 
 NumPy has no BF16: loops get such a tensor as the bits of its numbers (uint16, see `memory_of`), read elements with
-`load` and write them with `store`, whatever the dtype, and compute in float32. They vectorise where an inner loop runs
-over a whole row (`row = matrix[i]`), of which numba knows that no index is negative.
+`load` and write them with `store`, whatever the dtype, and compute in float32. Indices are unsigned (`unsigned`): a
+negative one would count from the end, and asking whether one does keeps a loop from being vectorised.
 
 Left out on purpose: threads of its own (a rank has one, see `learner/runtime.py`), and devices, which have their
 libraries' kernels.
@@ -50,8 +50,8 @@ def memory_of(tensor: torch.Tensor) -> Values:
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def load(values: Values, j: int) -> np.float32:
-    """Element j of a row, inside a compiled loop."""
+def load(values: Values, index: Any) -> np.float32:
+    """An element, inside a compiled loop."""
     raise NotImplementedError("only compiled loops call this")
 
 
@@ -60,9 +60,15 @@ def rounded(value: np.float32, values: Values) -> np.float32:
     raise NotImplementedError("only compiled loops call this")
 
 
-def store(value: np.float32, values: Values, j: int) -> None:
-    """Round a number into element j of a row, inside a compiled loop."""
+def store(value: np.float32, values: Values, index: Any) -> None:
+    """Round a number into an element, inside a compiled loop."""
     raise NotImplementedError("only compiled loops call this")
+
+
+@compiled
+def unsigned(number: int) -> np.uintp:
+    """A size or an index. Arithmetic of it with a signed one would be done in float64."""
+    return np.uintp(number)
 
 
 @compiled
@@ -90,14 +96,14 @@ def _to_bf16(value: np.float32) -> np.uint16:
     return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
-# What numba builds for a row of either dtype.
+# What numba builds for arrays of either dtype.
 
 
 @overload(load, strict=False)
-def _build_load(values: Any, j: Any) -> Callable[..., Any]:
+def _build_load(values: Any, index: Any) -> Callable[..., Any]:
     if values.dtype is types.uint16:
-        return lambda values, j: _from_bf16(values[j])
-    return lambda values, j: values[j]
+        return lambda values, index: _from_bf16(values[index])
+    return lambda values, index: values[index]
 
 
 @overload(rounded, strict=False)
@@ -108,15 +114,15 @@ def _build_rounded(value: Any, values: Any) -> Callable[..., Any]:
 
 
 @overload(store, strict=False)
-def _build_store(value: Any, values: Any, j: Any) -> Callable[..., Any]:
+def _build_store(value: Any, values: Any, index: Any) -> Callable[..., Any]:
     if values.dtype is types.uint16:
 
-        def store_bf16(value, values, j):  # type: ignore[no-untyped-def]
-            values[j] = _to_bf16(value)
+        def store_bf16(value, values, index):  # type: ignore[no-untyped-def]
+            values[index] = _to_bf16(value)
 
         return store_bf16
 
-    def store_fp32(value, values, j):  # type: ignore[no-untyped-def]
-        values[j] = value
+    def store_fp32(value, values, index):  # type: ignore[no-untyped-def]
+        values[index] = value
 
     return store_fp32

@@ -10,17 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_calclip.compiled import Values, bits_of, compiled, from_bits, load, store
+from megatron_calclip.compiled import Values, bits_of, compiled, from_bits, load, store, unsigned
 
 _SIGN, _MAGNITUDE, _EXPONENT = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
-
-
-@compiled
-def _amax_of_row(amax: np.int32, row: Values) -> np.int32:
-    for j in range(len(row)):
-        magnitude = np.int32(bits_of(load(row, j)) & _MAGNITUDE)
-        amax = magnitude if magnitude > amax else amax  # `max` is not vectorised here
-    return amax
 
 
 @compiled
@@ -33,14 +25,20 @@ def amaxes(matrix: Values, tile_rows: int, tile_cols: int, out: NDArray[np.int32
         tile_cols: columns of a tile.
         out: (m, k) zeros, for the bits of float32 numbers.
     """
-    for i in range(len(matrix)):
-        row, amax = matrix[i], out[i // tile_rows]
+    rows, cols = unsigned(matrix.shape[0]), unsigned(matrix.shape[1])
+    height, width = unsigned(tile_rows), unsigned(tile_cols)
+    for i in range(rows):
         if tile_cols == 1:
-            for j in range(len(row)):
-                amax[j] = max(amax[j], np.int32(bits_of(load(row, j)) & _MAGNITUDE))
+            for j in range(cols):
+                magnitude = np.int32(bits_of(load(matrix, (i, j))) & _MAGNITUDE)
+                out[i // height, j] = max(out[i // height, j], magnitude)
         else:
-            for tile in range(len(amax)):
-                amax[tile] = _amax_of_row(amax[tile], row[tile * tile_cols : (tile + 1) * tile_cols])
+            for tile in range(unsigned(out.shape[1])):
+                amax = out[i // height, tile]
+                for j in range(tile * width, min((tile + unsigned(1)) * width, cols)):
+                    magnitude = np.int32(bits_of(load(matrix, (i, j))) & _MAGNITUDE)
+                    amax = magnitude if magnitude > amax else amax  # `max` is not vectorised here
+                out[i // height, tile] = amax
 
 
 @compiled
@@ -60,35 +58,6 @@ def _round(
     large = from_bits(max(np.uint32(bits_of(x) & _EXPONENT), floor)) * ratio
     product = ((x + large) - large) * factor
     return from_bits((bits_of(product) & _MAGNITUDE) | (bits_of(value) & _SIGN))  # zeros have lost their sign
-
-
-@compiled
-def _round_row(
-    row: Values,
-    scale: NDArray[np.float32],
-    factor: NDArray[np.float32],
-    largest: np.float32,
-    floor: np.uint32,
-    ratio: np.float32,
-    out: Values,
-) -> None:
-    for j in range(len(row)):
-        store(_round(load(row, j), scale[j], factor[j], largest, floor, ratio), out, j)
-
-
-@compiled
-def _fill(value: np.float32, out: NDArray[np.float32]) -> None:
-    for j in range(len(out)):
-        out[j] = value
-
-
-@compiled
-def _spread(values: NDArray[np.float32], tile_cols: int, out: NDArray[np.float32]) -> None:
-    for tile in range(len(values)):
-        if tile_cols == 1:
-            out[tile] = values[tile]
-        else:
-            _fill(values[tile], out[tile * tile_cols : (tile + 1) * tile_cols])
 
 
 @compiled
@@ -116,10 +85,15 @@ def round_to_fp8(
         ratio: 1.5 times FP8's epsilon over float32's.
         out: (M, K).
     """
-    rows, cols = matrix.shape
-    scale, factor = np.empty(cols, np.float32), np.empty(cols, np.float32)
+    rows, cols = unsigned(matrix.shape[0]), unsigned(matrix.shape[1])
+    height, width = unsigned(tile_rows), unsigned(tile_cols)
     for i in range(rows):
-        if i % tile_rows == 0:
-            _spread(scales[i // tile_rows], tile_cols, scale)
-            _spread(factors[i // tile_rows], tile_cols, factor)
-        _round_row(matrix[i], scale, factor, largest, floor, ratio, out[i])
+        if tile_cols == 1:
+            for j in range(cols):
+                scale, factor = scales[i // height, j], factors[i // height, j]
+                store(_round(load(matrix, (i, j)), scale, factor, largest, floor, ratio), out, (i, j))
+        else:
+            for tile in range(unsigned(scales.shape[1])):
+                scale, factor = scales[i // height, tile], factors[i // height, tile]
+                for j in range(tile * width, min((tile + unsigned(1)) * width, cols)):
+                    store(_round(load(matrix, (i, j)), scale, factor, largest, floor, ratio), out, (i, j))
