@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_calclip.compiled import Values, bits_of, compiled, from_bits, load, rounded, store
+from megatron_calclip.compiled import Values, bits_of, compiled, from_bits, load, rounded, store, unsigned
 
 FP32 = NDArray[np.float32]
 
@@ -40,19 +40,19 @@ def _exp(x: np.float32) -> np.float32:
 
 
 @functools.partial(compiled, reassociate=True)
-def _sum_of_squares(x: Values) -> np.float32:
+def _sum_of_squares(x: Values, row: int) -> np.float32:
     total = np.float32(0)
-    for j in range(len(x)):
-        value = load(x, j)
+    for j in range(unsigned(x.shape[1])):
+        value = load(x, (row, j))
         total += value * value
     return total
 
 
 @functools.partial(compiled, reassociate=True)
-def _sum_of_products(a: Values, b: Values, c: FP32) -> np.float32:
+def _sum_of_products(a: Values, b: Values, c: FP32, row: int) -> np.float32:
     total = np.float32(0)
-    for j in range(len(c)):
-        total += load(a, j) * load(b, j) * c[j]
+    for j in range(unsigned(len(c))):
+        total += load(a, (row, j)) * load(b, (row, j)) * c[j]
     return total
 
 
@@ -68,12 +68,11 @@ def rms_norm(x: Values, weight: FP32, eps: np.float32, out: Values, scale: FP32)
         scale: [t], for 1 / root mean square.
     """
     size = np.float32(x.shape[1])
-    for i in range(len(x)):
-        row, result = x[i], out[i]
-        r = _ONE / np.sqrt(_sum_of_squares(row) / size + eps)
+    for i in range(unsigned(x.shape[0])):
+        r = _ONE / np.sqrt(_sum_of_squares(x, i) / size + eps)
         scale[i] = r
-        for j in range(len(row)):
-            store(load(row, j) * r * weight[j], result, j)
+        for j in range(unsigned(x.shape[1])):
+            store(load(x, (i, j)) * r * weight[j], out, (i, j))
 
 
 @compiled
@@ -89,13 +88,13 @@ def rms_norm_backward(x: Values, weight: FP32, scale: FP32, grad: Values, grad_x
         grad_weight: [h], is added to.
     """
     size = np.float32(x.shape[1])
-    for i in range(len(x)):
-        row, g, result, r = x[i], grad[i], grad_x[i], scale[i]
-        factor = r * r * _sum_of_products(g, row, weight) / size
-        for j in range(len(weight)):
-            value, upstream = load(row, j), load(g, j)
+    for i in range(unsigned(x.shape[0])):
+        r = scale[i]
+        factor = r * r * _sum_of_products(grad, x, weight, i) / size
+        for j in range(unsigned(x.shape[1])):
+            value, upstream = load(x, (i, j)), load(grad, (i, j))
             grad_weight[j] += upstream * value * r
-            store((upstream * weight[j] - value * factor) * r, result, j)
+            store((upstream * weight[j] - value * factor) * r, grad_x, (i, j))
 
 
 @compiled
@@ -106,12 +105,11 @@ def swiglu(x: Values, out: Values) -> None:
         x: [t, 2 f].
         out: [t, f].
     """
-    size = out.shape[1]
-    for i in range(len(x)):
-        gate, up, result = x[i, :size], x[i, size:], out[i]
-        for j in range(len(result)):
-            a = load(gate, j)
-            store(rounded(a / (_ONE + _exp(-a)), result) * load(up, j), result, j)
+    size = unsigned(out.shape[1])
+    for i in range(unsigned(out.shape[0])):
+        for j in range(size):
+            a, b = load(x, (i, j)), load(x, (i, size + j))
+            store(rounded(a / (_ONE + _exp(-a)), out) * b, out, (i, j))
 
 
 @compiled
@@ -123,11 +121,11 @@ def swiglu_backward(x: Values, grad: Values, grad_x: Values) -> None:
         grad: [t, f], of the result.
         grad_x: [t, 2 f].
     """
-    size = grad.shape[1]
-    for i in range(len(x)):
-        gate, up, g, grad_gate, grad_up = x[i, :size], x[i, size:], grad[i], grad_x[i, :size], grad_x[i, size:]
-        for j in range(len(g)):
-            a, upstream = load(gate, j), load(g, j)
+    size = unsigned(grad.shape[1])
+    for i in range(unsigned(grad.shape[0])):
+        for j in range(size):
+            a, b, upstream = load(x, (i, j)), load(x, (i, size + j)), load(grad, (i, j))
             sigmoid = _ONE / (_ONE + _exp(-a))
-            store(upstream * rounded(a * sigmoid, g), grad_up, j)
-            store(rounded(upstream * load(up, j), g) * (sigmoid * (_ONE + a * (_ONE - sigmoid))), grad_gate, j)
+            grad_a = rounded(upstream * b, grad) * (sigmoid * (_ONE + a * (_ONE - sigmoid)))
+            store(grad_a, grad_x, (i, j))
+            store(upstream * rounded(a * sigmoid, grad), grad_x, (i, size + j))
