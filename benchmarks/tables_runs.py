@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import examples.study.search as search_module
 import examples.study.smollm2_tables as smollm2_module
 import examples.study.tables as study_module
 from benchmarks.results import Result, read_results
@@ -129,6 +130,11 @@ def study(report: Report) -> str:
 def study_tables(report: Report) -> str:
     """All tables of the study, by its own hand."""
     return page(report, _deeper(study_module.markdown(dict(report))))
+
+
+def search_table(report: Report) -> str:
+    """Oracle against vanilla in harsher settings."""
+    return page(report, search_module.markdown(dict(report)))
 
 
 def smollm2_tables(report: Report) -> str:

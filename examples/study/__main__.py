@@ -4,6 +4,7 @@
     python -m examples.study                     # the hour: tensorwise with all arms, other recipes with two, three seeds
     python -m examples.study --variant full      # hours
     python -m examples.study --tables-only       # tables of what is there
+    python -m examples.study --part search       # an hour: is there a setting in which a better clip earns reward?
     python -m examples.study --part smollm2      # a real model instead of the toy: needs its weights and GSM8K (`smollm2`)
 
 Runs that are there and complete are not repeated: it may be stopped and started again, and the tables are valid for what
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.results import environment
+from examples.study import search
 from examples.study.arms import ARMS, RECIPE_OVERRIDES, VARIANTS, Variant
 from examples.study.smollm2 import run_part
 from examples.study.tables import Run, summarise, write_tables
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", choices=VARIANTS, default="hour")
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--tables-only", action="store_true", help="run nothing")
-    parser.add_argument("--part", choices=("toy", "smollm2"), default="toy")
+    parser.add_argument("--part", choices=("toy", "search", "smollm2"), default="toy")
     parser.add_argument(
         "--model",
         type=Path,
@@ -98,6 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
+        return
+    if arguments.part == "search":
+        runs = arguments.runs / "search"
+        print(search.run_part(runs, start_of=start_of, train=train, tables_only=arguments.tables_only))
         return
     variant, runs = VARIANTS[arguments.variant], arguments.runs / arguments.variant
     # Seed by seed, so that a study that is stopped has whole rounds of all arms.

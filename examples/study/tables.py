@@ -183,7 +183,8 @@ def bounds_over_time(members: Sequence[Run]) -> dict[str, list[float]] | None:
     return kept if len(kept) > 1 else None
 
 
-def _cell(value: Row | None, *, scale: float = 1.0) -> str:
+def cell(value: Row | None, *, scale: float = 1.0) -> str:
+    """A mean with half of its interval, or a dash."""
     if value is None:
         return "-"
     half = f" ± {scale * value['half']:.2g}" if value["half"] is not None else ""
@@ -194,7 +195,7 @@ def _table(arms: Row, columns: dict[str, str]) -> list[str]:
     lines = ["| arm | seeds | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 2) + "|"]
     for arm, numbers in arms.items():
         seeds = max((value["seeds"] for value in numbers.values() if value), default=0)
-        cells = [_cell(numbers.get(name), scale=100 if name in _PERCENT else 1) for name in columns]
+        cells = [cell(numbers.get(name), scale=100 if name in _PERCENT else 1) for name in columns]
         lines.append(f"| {arm} | {seeds} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -207,7 +208,7 @@ def verdicts(results: Row) -> list[str]:
             score = results["differences"].get(recipe, {}).get(arm, {}).get("eval/score")
             if score is not None:
                 lines.append(
-                    f"- {recipe}: held-out score of *{arm}* less that of *{VANILLA}* {_cell(score)}: {_says(score)}"
+                    f"- {recipe}: held-out score of *{arm}* less that of *{VANILLA}* {cell(score)}: {says(score)}"
                 )
         entropy = [arms.get(VANILLA, {}).get(name) for name in ("entropy first", "entropy max")]
         if None not in entropy:
@@ -219,12 +220,12 @@ def verdicts(results: Row) -> list[str]:
         for arm in (VANILLA, CALIBRATED):
             if (multiple := arms.get(arm, {}).get("overclip low")) is not None:
                 lines.append(
-                    f"- {recipe}: *{arm}* clips {_cell(multiple)} times as many tokens with A < 0 as BF16 would."
+                    f"- {recipe}: *{arm}* clips {cell(multiple)} times as many tokens with A < 0 as BF16 would."
                 )
     return lines
 
 
-def _says(difference: Row) -> str:
+def says(difference: Row) -> str:
     """Whether the interval of a difference holds 0."""
     if difference["half"] is None:
         return "one seed, which says nothing."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.study import search  # noqa: E402
 from examples.study.__main__ import CONFIG, folder_of  # noqa: E402
 from examples.study.arms import ARMS, RECIPE_OVERRIDES, RECIPES, VARIANTS  # noqa: E402
 from examples.study.tables import FIRST_STEP, Run, summarise, write_tables  # noqa: E402
@@ -104,3 +106,35 @@ def test_a_difference_that_seeds_tell_from_chance(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert Run.steps_done(tmp_path / "none") == 0
     assert summarise([]) == {"arms": {}, "differences": {}, "bounds": {}, "replays": {}}
+
+
+@pytest.mark.parametrize("name", search.SETTINGS)
+def test_every_setting_of_the_search_is_a_valid_configuration(name: str) -> None:
+    for arm in ("fp8", search.ORACLE):
+        config = load_config(CONFIG, search.overrides_of(search.SETTINGS[name], arm, 1, []))
+        assert config.calibration.measure == "every_step" and config.train.num_steps == search.STEPS
+        assert (config.algorithm.loss == "oracle") == (arm == search.ORACLE)
+
+
+def test_the_search_compares_seed_by_seed(tmp_path: Path) -> None:
+    """A setting of which no run is complete has no row."""
+    first, second = list(search.SETTINGS)[:2]
+    folders = []
+
+    def train(overrides: Sequence[str], folder: Path) -> bool:
+        folders.append(folder)
+        if set(search.SETTINGS[first].overrides) <= set(overrides):
+            seed = next(int(one.removeprefix("train.seed=")) for one in overrides if one.startswith("train.seed="))
+            score = 0.5 + 0.1 * seed + (0.02 if "algorithm.loss=oracle" in overrides else 0.0)
+            rows = [{"step": step, "reward/mean": score, "entropy": 1.0} for step in range(1, search.STEPS + 1)]
+            rows[-1] |= {"eval/score": score}
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return True
+
+    text = search.run_part(tmp_path, start_of=lambda *_: [], train=train, tables_only=False)
+    assert len(set(folders)) == len(folders) == 2 * len(search.SETTINGS) * len(search.SEEDS)
+    row = next(line for line in text.splitlines() if line.startswith(f"| {first} | 3 | - | 0.6 ± "))
+    assert "| 0.02 ± " in row and row.endswith("| 0 ± 0 |")
+    assert second not in text and f"- {first}: reward 0.02 ± " in text
+    assert (tmp_path / "tables.md").read_text() == text + "\n"

@@ -1,0 +1,130 @@
+"""The study's search: is there a setting in which a better clip earns reward?
+
+    python -m examples.study --part search
+
+What: the oracle, which clips by BF16's ratios at every mini-batch and so bounds what any calibration can win, against FP8 with
+fixed bounds, in settings harsher than the study's: more noise, larger steps, two epochs, rollouts that are a step old, longer
+answers. Both arms of a seed see the same prompts from the same supervised start; a difference is taken seed by seed.
+
+Left out on purpose: calibrated arms. Where the oracle wins nothing, no bounds can.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import environment
+from examples.study.arms import ARMS, Variant
+from examples.study.tables import VANILLA, Row, Run, cell, says, summarise
+
+ORACLE = "fp8, oracle"
+RECIPE = "tensorwise"
+SEEDS = (0, 1, 2)
+STEPS = 24
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs from the study."""
+
+    overrides: tuple[str, ...]
+    """Of the runs."""
+    of_start: tuple[str, ...] = ()
+    """Of the supervised start and of the runs."""
+
+
+def _noise(times: int) -> str:
+    outlier, first = 32768 * times, 8192 * times
+    return f"precision.emulation={{block_size: 32, channel_outlier: {outlier}, first_token_outlier: {first}}}"
+
+
+FASTER = "optimizer.lr=2.0e-4"
+SETTINGS = {
+    "noise x 2, learning rate x 2": Setting((_noise(2), FASTER)),
+    "noise x 4": Setting((_noise(4),)),
+    "two epochs, learning rate x 2": Setting(("algorithm.num_epochs=2", FASTER)),
+    "rollouts a step old, 16 mini-batches, learning rate x 2": Setting(
+        ("rollout.max_staleness=1", "algorithm.num_minibatches=16", FASTER)
+    ),
+    "answers of 24 tokens instead of 18": Setting(
+        (),
+        of_start=("data.scratchpad.num_digits=8", "rollout.max_new_tokens=24", "model.max_sequence_length=41"),
+    ),
+}
+"""Name -> what differs."""
+
+
+def overrides_of(setting: Setting, arm: str, seed: int, start: Sequence[str]) -> list[str]:
+    """Of one run."""
+    common = [f"train.num_steps={STEPS}", f"train.seed={seed}"]
+    return [*start, *setting.of_start, *common, *ARMS[arm], *setting.overrides]
+
+
+def folder_of(runs: Path, name: str, arm: str, seed: int) -> Path:
+    """Where a run lies."""
+    words = "".join(letter if letter.isalnum() else "_" for letter in f"{name}-{arm}")
+    return runs / f"{words}-{seed}"
+
+
+def run_part(
+    runs: Path,
+    *,
+    start_of: Callable[[str, Variant, Path], list[str]],
+    train: Callable[[Sequence[str], Path], bool],
+    tables_only: bool,
+) -> str:
+    """Run what is missing, and write the table.
+
+    Args:
+        runs: folder of all runs.
+        start_of: makes a supervised start, and returns what loads it.
+        train: trains with overrides in a folder, unless that run is complete.
+        tables_only: run nothing.
+    """
+    wanted = [(seed, name, arm) for seed in SEEDS for name in SETTINGS for arm in (VANILLA, ORACLE)]
+    for number, (seed, name, arm) in enumerate(wanted, 1):
+        if tables_only:
+            break
+        print(f"{number}/{len(wanted)}  {name}: {arm}, seed {seed}", flush=True)
+        variant = Variant(steps=STEPS, seeds=SEEDS, recipes={}, overrides=SETTINGS[name].of_start)
+        overrides = overrides_of(SETTINGS[name], arm, seed, start_of(RECIPE, variant, runs))
+        train(overrides, folder_of(runs, name, arm, seed))
+    found = [
+        Run(name, arm, seed, folder)
+        for seed, name, arm in wanted
+        if Run.steps_done(folder := folder_of(runs, name, arm, seed)) >= STEPS
+    ]
+    results = summarise(found)
+    runs.mkdir(parents=True, exist_ok=True)
+    (runs / "results.json").write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    text = markdown(results)
+    (runs / "tables.md").write_text(text + "\n")
+    return text
+
+
+def markdown(results: Row) -> str:
+    """The table, and what it says; settings of which an arm is missing are left out."""
+    lines = [
+        f"Oracle less vanilla, {STEPS} steps, means over seeds ± half of their 95% interval (Student's t).",
+        "",
+        "| setting | seeds | FP8 / BF16 clips of A < 0, vanilla | vanilla: held-out score | reward, last third "
+        "| oracle less vanilla: held-out score | reward, last third | entropy, last third |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    verdicts = []
+    for name, arms in results["arms"].items():
+        differences: dict[str, Any] = results["differences"].get(name, {}).get(ORACLE, {})
+        if not differences:
+            continue
+        vanilla, reward = arms[VANILLA], differences["reward/mean"]
+        cells = [
+            *(cell(vanilla[column]) for column in ("overclip low", "eval/score", "reward/mean")),
+            *(cell(differences[column]) for column in ("eval/score", "reward/mean", "entropy")),
+        ]
+        lines.append(f"| {name} | {reward['seeds']} | " + " | ".join(cells) + " |")
+        verdicts.append(f"- {name}: reward {cell(reward)}: {says(reward)}")
+    return "\n".join([*lines, "", *verdicts])
