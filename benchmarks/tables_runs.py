@@ -161,7 +161,7 @@ def diagnose_recipes(report: Report) -> str:
     found = report["layouts"]["TP 1"]
     low, high = found["bounds"]
     bf16 = _updates(found["recipes"][0])["bf16"]
-    shares = ("outside", "low_negative", "high_positive")
+    shares = ("outside", "clipped", "low_negative", "high_positive")
     rows = [("BF16", "", "", "", "", "", *(percent(bf16[share]) for share in shares))]
     for recipe in found["recipes"]:
         update, noise = _updates(recipe), recipe["unmoved"]
@@ -179,7 +179,7 @@ def diagnose_recipes(report: Report) -> str:
         )
     header = (
         *("recipe", "mean / p95 of dlogp", "NMAE p", "NMAE r", "amplification", "paper's"),
-        *(f"r outside [{low:g}, {high:g}]", "lower, A < 0", "upper, A > 0"),
+        *(f"r outside [{low:g}, {high:g}]", "clipped", "lower, A < 0", "upper, A > 0"),
     )
     time = next(result for result in read_results(report) if result.unit == "s")
     sizes = (

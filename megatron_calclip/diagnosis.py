@@ -56,6 +56,8 @@ class ClipShares:
     """r >= H, among the tokens with A > 0: their reward is lost."""
     outside: float
     """r <= L or r >= H, among all."""
+    clipped: float
+    """Of them those of the right sign, among all: tokens whose gradient the loss cuts."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def clip_shares(ratio: Tensor, is_positive: Tensor, bounds: ClipBounds) -> ClipS
         high_negative=share(high, ~is_positive),
         high_positive=share(high, is_positive),
         outside=float((low | high).double().mean()),
+        clipped=float(torch.where(is_positive, high, low).double().mean()),
     )
 
 

@@ -81,15 +81,15 @@ def _moved(report: Report) -> Table:
     low, high = report.bounds
     table = _table(
         f"Importance ratios of an update, clip range [{low:g}, {high:g}]",
-        ("lr", "recipe", "NMAE p", "NMAE r", "ampl.", "out", "low A<0", "high A>0"),
-        "ampl.: NMAE r / NMAE p; out: ratios outside the range; low A<0: tokens whose\n"
-        "penalty the lower bound takes; high A>0: whose reward the upper bound takes",
+        ("lr", "recipe", "p", "r", "ampl.", "out", "clip", "low", "high"),
+        "p, r: their NMAE; ampl.: of r by that of p; out: ratios outside the range; clip: gradients cut;\n"
+        "low: penalties (A<0) that the lower bound takes; high: rewards (A>0) that the upper does",
     )
     for index, bf16 in enumerate(report.recipes[0].updates):
         table.add_row(f"{bf16.lr:.2g}", "bf16", "", "", "", *_clip_cells(bf16.bf16))
         for recipe in report.recipes:
             update = recipe.updates[index]
-            errors = (f"{update.nmae_p:.2%}", f"{update.nmae_r:.2%}", f"{update.amplification:.2f}")
+            errors = (f"{update.nmae_p:.1%}", f"{update.nmae_r:.1%}", f"{update.amplification:.2f}")
             table.add_row("", _label(recipe), *errors, *_clip_cells(update.fp8))
     return table
 
@@ -115,8 +115,8 @@ def _label(recipe: RecipeReport) -> str:
 
 
 def _clip_cells(shares: ClipShares) -> list[str]:
-    values = (shares.outside, shares.low_negative, shares.high_positive)
-    return ["-" if math.isnan(value) else f"{value:.2%}" for value in values]
+    values = (shares.outside, shares.clipped, shares.low_negative, shares.high_positive)
+    return ["-" if math.isnan(value) else f"{value:.1%}" for value in values]
 
 
 def _most_alone(noise: Sequence[float], count: int = 3) -> str:

@@ -70,6 +70,7 @@ def test_clip_shares_by_hand() -> None:
             "high_negative": 1 / 4,
             "high_positive": 1 / 3,
             "outside": 5 / 7,
+            "clipped": 3 / 7,
         }
     )
 
@@ -128,7 +129,7 @@ def test_masters_are_spread_over_the_whole_rounding_interval() -> None:
 
 
 def shares(outside: float) -> ClipShares:
-    return ClipShares(outside, outside, math.nan, outside, outside)
+    return ClipShares(outside, outside, math.nan, outside, outside, outside)
 
 
 def make_report(*, layers: bool = True) -> Report:
@@ -156,7 +157,7 @@ def printed(report: Report) -> str:
 def test_tables_fit_a_narrow_terminal() -> None:
     text = printed(make_report())
     assert "…" not in text
-    for part in ("2645 tokens, NLL 1.500", "0.2000", "25.00%", "power_of_two_scales", "2:0.090 3:0.030 1:0.010", "25%"):
+    for part in ("2645 tokens, NLL 1.500", "0.2000", "25.0%", "power_of_two_scales", "2:0.090 3:0.030 1:0.010", "25%"):
         assert part in text
     assert len(tables(make_report(layers=False))) == 2
 
@@ -170,6 +171,7 @@ def test_json_has_everything_and_no_nan() -> None:
         "high_negative": None,
         "high_positive": 0.25,
         "outside": 0.25,
+        "clipped": 0.25,
     }
     assert first["layers"]["one_layer"] == [0.01, 0.09, 0.03]
     assert values["bounds"] == [0.8, 1.2]

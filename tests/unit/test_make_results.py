@@ -327,7 +327,7 @@ def test_faults_and_plan_by_hand() -> None:
 
 def test_diagnosis_by_hand() -> None:
     def shares(outside: float) -> dict[str, float]:
-        return {"outside": outside, "low_negative": 0.11, "high_positive": 0.12}
+        return {"outside": outside, "clipped": outside / 2, "low_negative": 0.11, "high_positive": 0.12}
 
     def update(lr: float, amplification: float) -> dict[str, Any]:
         noise = {"lr": lr, "nmae_p": 0.08, "nmae_r": 0.17, "amplification": amplification}
@@ -348,8 +348,8 @@ def test_diagnosis_by_hand() -> None:
     seconds = Result("all recipes, one process", "no peer", "s", 700.0, 600.0, "lower")
     given = report(seconds, layouts={"TP 1": layout, "PP 2": layout})
     text = tables_runs.diagnose_recipes(given)
-    found = ["0.203 / 0.67", "8.0%", "17.0%", "2.12", "2.90", "25.0%", "11.0%", "12.0%"]
-    assert cells(text, "tensorwise")[1:] == found and cells(text, "BF16")[-3:] == ["1.2%", "11.0%", "12.0%"]
+    found = ["0.203 / 0.67", "8.0%", "17.0%", "2.12", "2.90", "25.0%", "12.5%", "11.0%", "12.0%"]
+    assert cells(text, "tensorwise")[1:] == found and cells(text, "BF16")[-4:] == ["1.2%", "0.6%", "11.0%", "12.0%"]
     assert "took 700 s (missed), asked at most 600 s." in text
     assert cells(tables_runs.diagnose_updates(given), "4e-08") == ["4e-08", "9.00", "1.2%"]
     assert cells(tables_runs.diagnose_layouts(given), "PP 2") == ["PP 2", "0.2027, 2.12", "1.2%"]
