@@ -42,15 +42,6 @@ def tiny_run(report: Report) -> str:
     return page(report, table(header, rows), verdict(read_results(report)))
 
 
-def staleness(report: Report) -> str:
-    """Steps with and without sampling ahead."""
-    rows = []
-    for row in report["staleness"]:
-        plain, ahead = row["seconds_a_step"].values()
-        rows.append((str(row["num_processes"]), f"{plain:.3f}", f"{ahead:.3f}", f"{plain / ahead:.2f}x"))
-    return page(report, table(("processes", "s a step, max_staleness 0", "max_staleness 1", "speed"), rows))
-
-
 def regime(report: Report) -> str:
     """Clips of FP8 and BF16 in every arm of the noisy regime."""
     arms = report["arms"]

@@ -1,14 +1,11 @@
-"""Runs of `conf/tiny_cpu.yaml`, as the README starts them: what they learn, how long they take, and what sampling ahead wins.
+"""Runs of `conf/tiny_cpu.yaml`, as the README starts them: what they learn, and how long they take.
 
-    python -m benchmarks.tiny_run            # three seeds, then four shorter runs: a quarter of an hour on two cores
+    python -m benchmarks.tiny_run            # three seeds: six minutes on two cores
     python -m benchmarks.tiny_run --quick    # one seed and few steps
 
 Each run is torchrun with two processes and a cache of its own, so that the supervised start is made anew: seconds count from
 launch to the end of the first RL step, and to the end of the run. What a run learned is the held-out score after it less the score
 before it, also in standard errors of the difference (4 samples of each problem; the error is over problems).
-
-Then `rollout.max_staleness: 1` against 0, on one process and on two: the median step of each run from the sixth on, since the
-first steps warm caches up.
 
 Left out on purpose: precisions against each other, which is what `examples/study` is for.
 """
@@ -19,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,20 +28,18 @@ from benchmarks.results import FOLDER, ROOT, Result, write_report
 
 MIN_GAIN, MIN_STANDARD_ERRORS = 0.15, 3.0
 MAX_SECONDS_TO_STEP, MAX_SECONDS = 90.0, 300.0
-STALENESS_STEPS, FIRST_STEP = 25, 6
 QUICK = ("train.num_steps=7", "model.warm_start.num_steps=10")
 
 
-def run(run_dir: Path, cache: Path, *overrides: str, num_processes: int = 2) -> dict[str, float]:
+def run(run_dir: Path, cache: Path, *overrides: str) -> dict[str, float]:
     """One run; seconds from its launch to the end of the first step, and to its end.
 
     Args:
         run_dir: its folder.
         cache: of supervised starts.
         *overrides: of the configuration.
-        num_processes: ranks.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "examples" / "grpo_fp8.py"), str(ROOT / "conf" / "tiny_cpu.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MEGATRON_CALCLIP_CACHE": str(cache)}
     began, first = time.perf_counter(), math.nan
@@ -91,28 +85,7 @@ def measure_learning(folder: Path, seed: int, *overrides: str) -> dict[str, Any]
     } | seconds
 
 
-def measure_staleness(folder: Path, num_processes: int, *overrides: str) -> dict[str, Any]:
-    """Median seconds of a step without and with sampling ahead."""
-    seconds = []
-    for staleness in (0, 1):
-        run_dir = folder / f"staleness_{num_processes}_{staleness}"
-        settings = [
-            f"train.num_steps={STALENESS_STEPS}",
-            "eval.every=0",
-            "eval.num_prompts=16",
-            "checkpoint.save_every=0",
-        ]
-        chosen = [*settings, f"rollout.max_staleness={staleness}", *overrides]
-        run(run_dir, folder / "cache_0", *chosen, num_processes=num_processes)
-        seconds.append(statistics.median(row["timing/step"] for row in rows_of(run_dir) if row["step"] >= FIRST_STEP))
-    print(f"{num_processes} processes: {seconds[0]:.3f} s a step, sampling ahead {seconds[1]:.3f} s")
-    return {
-        "num_processes": num_processes,
-        "seconds_a_step": {"max_staleness 0": seconds[0], "max_staleness 1": seconds[1]},
-    }
-
-
-def compare(seeds: Sequence[dict[str, Any]], staleness: Sequence[dict[str, Any]]) -> list[Result]:
+def compare(seeds: Sequence[dict[str, Any]]) -> list[Result]:
     """What was asked of the run; the worst seed counts."""
 
     def worst(what: str, peer: str, unit: str, name: str, goal: float, *, lower: bool = False) -> Result:
@@ -122,7 +95,7 @@ def compare(seeds: Sequence[dict[str, Any]], staleness: Sequence[dict[str, Any]]
             return Result(what, peer, unit, max(values), goal, "lower", spread)
         return Result(what, peer, unit, min(values), goal, "higher", spread)
 
-    found = [
+    return [
         worst("held-out score, gain of the worst seed", "the start", "more", "gain", MIN_GAIN),
         worst("the same in standard errors", "the start", "errors", "standard_errors", MIN_STANDARD_ERRORS),
         worst(
@@ -135,11 +108,6 @@ def compare(seeds: Sequence[dict[str, Any]], staleness: Sequence[dict[str, Any]]
         ),
         worst("launch to the end, slowest seed", "no peer", "s", "seconds", MAX_SECONDS, lower=True),
     ]
-    for row in staleness:
-        plain, ahead = row["seconds_a_step"].values()
-        processes = "one process" if row["num_processes"] == 1 else f"{row['num_processes']} processes"
-        found.append(Result(f"a step with max_staleness 1, {processes}", "max_staleness 0", "x speed", plain / ahead))
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -153,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         learned = [measure_learning(folder, seed, *overrides) for seed in seeds]
-        stale = [measure_staleness(folder, count, *overrides) for count in ((1,) if arguments.quick else (1, 2))]
-    write_report(arguments.output, compare(learned, stale), seeds=learned, staleness=stale)
+    write_report(arguments.output, compare(learned), seeds=learned)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ BLOCKS = {
     "study_search": Block("study_search", tables_runs.search_table),
     "study_smollm2": Block("study_smollm2", tables_runs.smollm2_tables),
     "tiny_run": Block("tiny_run", tables_runs.tiny_run),
-    "staleness": Block("tiny_run", tables_runs.staleness),
     "diagnose recipes": Block("diagnose", tables_runs.diagnose_recipes),
     "diagnose updates": Block("diagnose", tables_runs.diagnose_updates),
     "diagnose layouts": Block("diagnose", tables_runs.diagnose_layouts),

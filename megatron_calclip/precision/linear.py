@@ -66,7 +66,10 @@ class WeightCodes:
 
 @contextlib.contextmanager
 def _bf16_kernels_for_fp32() -> Iterator[None]:
-    """Let CPU matmuls of FP32 tensors multiply in BF16, accumulate in FP32 and return FP32: exact for FP8 code values."""
+    """Let CPU matmuls of FP32 tensors multiply in BF16, accumulate in FP32 and return FP32: exact for FP8 code values.
+
+    The setting is the process's: no other thread may multiply meanwhile.
+    """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

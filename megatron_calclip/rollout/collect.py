@@ -72,7 +72,7 @@ def put_together(
 
 
 class Ahead:
-    """The next step's completions, drawn on a thread while the present step trains (`rollout.max_staleness: 1`).
+    """The next step's completions, drawn while the present step trains (`rollout.max_staleness: 1`).
 
     The engine keeps the weights that it has until `wait` returns, so all of a batch come from one policy version, the one
     before the weights that will train on them.
@@ -84,12 +84,13 @@ class Ahead:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, prompts: list[Prompt], draw_share: Callable[[], list[Completion]]) -> None:
+    def start(self, prompts: list[Prompt], draw_share: Callable[[], list[Completion]], *, on_thread: bool) -> None:
         """Begin to draw.
 
         Args:
             prompts: the next step's.
             draw_share: draws this rank's share of their completions, without communication.
+            on_thread: False draws them before it returns.
         """
         assert self._thread is None and self._completions is None, "a batch has been drawn and not been taken"
         self._prompts = prompts
@@ -100,6 +101,9 @@ class Ahead:
             except BaseException as error:  # raised where the batch is waited for
                 self._error = error
 
+        if not on_thread:
+            work()
+            return
         # A daemon, so that a run that fails or is told to stop does not wait for its rollout.
         self._thread = threading.Thread(target=work, name="rollout", daemon=True)
         self._thread.start()

@@ -61,6 +61,11 @@ class RolloutEngine(Protocol):
         """Version of the loaded weights; None while there are none, or only a part of them."""
         ...
 
+    @property
+    def works_beside_training(self) -> bool:
+        """Whether `generate` may run on a thread of its own while this process computes something else."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Draw one completion for each request.
 

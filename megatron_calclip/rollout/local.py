@@ -213,6 +213,11 @@ class LocalEngine:
         """Version of the loaded weights; None while there are none, or only a part of them."""
         return self._policy_version
 
+    @property
+    def works_beside_training(self) -> bool:
+        """Not on a CPU: which kernels multiply FP32 matrices is a setting of the whole process there, and FP8 products set it."""
+        return self._device.type != "cpu"
+
     def health(self) -> Health:
         """Whether `generate` can be called now."""
         ready = self._policy_version is not None

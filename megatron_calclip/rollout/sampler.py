@@ -72,6 +72,7 @@ class Sampler:
                 temperature=self.config.rollout.temperature,
                 seed_step=step,
             ),
+            on_thread=self.engine.works_beside_training,
         )
 
     def wait(self) -> None:

@@ -96,6 +96,11 @@ class VllmEngine:
         """See `RolloutEngine`."""
         return self._policy_version
 
+    @property
+    def works_beside_training(self) -> bool:
+        """Servers are processes of their own."""
+        return True
+
     def health(self) -> Health:
         """Ready when one server holds the newest weights."""
         current = self._current_servers()

@@ -379,8 +379,6 @@ def test_seconds_and_rates_by_hand() -> None:
     found = ["640", "231.5", "1.50x (missed) (1.00 to 2.00)", "at least 1.60x", "100.00%", "never ended"]
     assert cells(text, "ordinary")[1:] == found
 
-    given = report(staleness=[{"num_processes": 2, "seconds_a_step": {"max_staleness 0": 1.0, "max_staleness 1": 0.8}}])
-    assert cells(tables_runs.staleness(given), "2") == ["2", "1.000", "0.800", "1.25x"]
     run = {name: {"num_bytes": count} for name, count in (("ours, no bootstrap", 2728), ("ours, bootstrap", 271528))}
     assert tables.calibration_bytes(report(runs=[run])) == "2,728, with bootstrap replicates 271,528"
 
