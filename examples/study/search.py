@@ -128,9 +128,10 @@ def markdown(results: Row) -> str:
     lines = [
         f"An arm less vanilla, {STEPS} steps, means over seeds ± half of their 95% interval (Student's t).",
         "",
-        "| setting | arm | seeds | FP8 / BF16 clips of A < 0, vanilla | vanilla: held-out score | reward, last third "
+        "| setting | arm | seeds | FP8 / BF16 clips of A < 0, vanilla | clipped of A < 0, %: vanilla | arm | L at the arm's end "
+        "| vanilla: held-out score | reward, last third "
         "| arm less vanilla: held-out score | reward, last third | entropy, last third |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---" * 12 + "|",
     ]
     verdicts = []
     for label, arms in results["arms"].items():
@@ -138,7 +139,10 @@ def markdown(results: Row) -> str:
         for arm, differences in results["differences"].get(label, {}).items():
             reward = differences["reward/mean"]
             cells = [
-                *(cell(vanilla[column]) for column in ("overclip low", "eval/score", "reward/mean")),
+                cell(vanilla["overclip low"]),
+                *(cell(one["clip/low_negative"], scale=100) for one in (vanilla, arms[arm])),
+                cell(arms[arm]["clip/lower"]),
+                *(cell(vanilla[column]) for column in ("eval/score", "reward/mean")),
                 *(cell(differences[column]) for column in ("eval/score", "reward/mean", "entropy")),
             ]
             lines.append(f"| {label} | {arm} | {reward['seeds']} | " + " | ".join(cells) + " |")
