@@ -7,7 +7,7 @@ fixed bounds, in settings harsher than the study's: more noise, larger steps, tw
 answers. Both arms of a seed see the same prompts from the same supervised start; a difference is taken seed by seed.
 
 Of five settings one may differ by chance. So the one in which the oracle won reward with the first three seeds is run again with five new
-ones, which alone are to be believed, and with calibrated bounds.
+ones, which alone are to be believed, and with calibrated bounds, on the regime's grid and on a wider one.
 
 Left out on purpose: calibrated arms elsewhere. Where the oracle wins nothing, no bounds can.
 """
@@ -44,6 +44,10 @@ def _noise(times: int) -> str:
     return f"precision.emulation={{block_size: 32, channel_outlier: {outlier}, first_token_outlier: {first}}}"
 
 
+WIDE = "fp8, calibrated, grid from 0.02"
+"""The regime's grid begins at 0.2, where L ends when FP8 clips so much too much."""
+SEARCHED = ARMS | {WIDE: (*ARMS[CALIBRATED], "calibration.grid_lower=[0.02, 0.9, 0.02]")}
+"""All arms by name."""
 FASTER = "optimizer.lr=2.0e-4"
 SETTINGS = {
     "noise x 2, learning rate x 2": Setting((_noise(2), FASTER)),
@@ -71,14 +75,14 @@ def wanted() -> Iterator[tuple[str, str, str, int]]:
             for arm in (VANILLA, ORACLE):
                 yield name, name, arm, seed
     for seed in NEW_SEEDS:
-        for arm in (VANILLA, ORACLE, CALIBRATED):
+        for arm in (VANILLA, ORACLE, CALIBRATED, WIDE):
             yield f"{CONFIRMED}, new seeds", CONFIRMED, arm, seed
 
 
 def overrides_of(setting: Setting, arm: str, seed: int, start: Sequence[str]) -> list[str]:
     """Of one run."""
     common = [f"train.num_steps={STEPS}", f"train.seed={seed}"]
-    return [*start, *setting.of_start, *common, *ARMS[arm], *setting.overrides]
+    return [*start, *setting.of_start, *common, *SEARCHED[arm], *setting.overrides]
 
 
 def folder_of(runs: Path, name: str, arm: str, seed: int) -> Path:

@@ -110,7 +110,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", search.SETTINGS)
 def test_every_setting_of_the_search_is_a_valid_configuration(name: str) -> None:
-    for arm in ("fp8", search.ORACLE, "fp8, calibrated"):
+    for arm in ("fp8", search.ORACLE, "fp8, calibrated", search.WIDE):
         config = load_config(CONFIG, search.overrides_of(search.SETTINGS[name], arm, 1, []))
         assert config.calibration.measure == "every_step" and config.train.num_steps == search.STEPS
         assert (config.algorithm.loss == "oracle") == (arm == search.ORACLE)
@@ -134,7 +134,7 @@ def test_the_search_compares_seed_by_seed(tmp_path: Path) -> None:
 
     text = search.run_part(tmp_path, start_of=lambda *_: [], train=train, tables_only=False)
     num_first = 2 * len(search.SETTINGS) * len(search.SEEDS)
-    assert len(set(folders)) == len(folders) == num_first + 3 * len(search.NEW_SEEDS)
+    assert len(set(folders)) == len(folders) == num_first + 4 * len(search.NEW_SEEDS)
     row = next(line for line in text.splitlines() if line.startswith(f"| {first} | {search.ORACLE} | 3 | - | "))
     assert "| 0.6 ± " in row and "| 0.02 ± " in row and row.endswith("| 0 ± 0 |")
     assert second not in text and f"- {first}: reward of *fp8, oracle* less that of *fp8* 0.02 ± " in text
