@@ -3,8 +3,8 @@
 #
 #   tools/test_mcore_latest.sh [arguments of pytest]
 #
-# The environment is built once, in MCORE_LATEST_VENV (default: .venv/mcore-latest), with the versions of
-# constraints.txt but for Megatron-Core itself. What differs between its versions is handled in
+# The environment is built in MCORE_LATEST_VENV (default: .venv/mcore-latest), and again when what it is built from has
+# changed, with the versions of constraints.txt but for Megatron-Core itself. What differs between its versions is handled in
 # megatron_calclip/learner/versions.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,8 @@ version=0.19.2
 venv=${MCORE_LATEST_VENV:-.venv/mcore-latest}
 python=${PYTHON:-python3.11}
 
-if ! [ -e "$venv/complete" ]; then
+sources=$(cat pyproject.toml constraints.txt tools/test_mcore_latest.sh | sha256sum)
+if [ "$(cat "$venv/complete" 2>/dev/null)" != "$sources" ]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
     constraints=$(mktemp)
@@ -21,7 +22,7 @@ if ! [ -e "$venv/complete" ]; then
     # Since 0.17 it asks for Python 3.12 but runs on 3.11, and it imports triton without depending on it.
     "$venv/bin/pip" install --quiet --ignore-requires-python -c "$constraints" \
         "megatron-core==$version" triton -e '.[test]'
-    touch "$venv/complete"
+    echo "$sources" > "$venv/complete"
 fi
 venv=$(realpath "$venv")
 export OMP_NUM_THREADS=1 PATH="$venv/bin:$PATH"  # launch tests start its torchrun
