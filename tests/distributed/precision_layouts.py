@@ -25,7 +25,7 @@ LOSS = 2e-3
 OTHER_AMAXES = 5e-3  # where they are those of a shard, or delayed by another number of micro-batches
 # Share of dequantised values that may differ where FP32 sums differ in their last bit, because a number lay at the border of
 # two codes: of inputs such numbers themselves, of gradients whatever tokens they have reached through the layers behind.
-MOVED = {"weight": 0.0, "input": 2e-3, "gradient": 0.05}
+MOVED = {"weight": 0.0, "input": 2e-3, "gradient": 0.1}
 
 
 class FirstLayer:
@@ -114,10 +114,7 @@ def compare_operands(name: str, actual: dict[Any, Tensor], expected: dict[Any, T
         linear, operand, side, _ = key
         other = expected[key]
         exact = operand == "weight" or (operand == "input" and linear.endswith("linear_qkv"))
-        # A gradient in which one code has moved drags the FP32 scales of all blocks downstream by some thousandths; another
-        # code is at least 1/15 away.
-        rtol = 0.0 if exact else 0.03 if operand == "gradient" and side != "scale" else 1e-5
-        differ = 1 - torch.isclose(values, other, rtol=rtol, atol=0).float().mean()
+        differ = 1 - torch.isclose(values, other, rtol=0 if exact else 1e-5, atol=0).float().mean()
         if differ > (0 if exact or side == "scale" else MOVED[operand]):
             problems.append((key, float(differ)))
     check(f"{name}: codes of the first layer", not problems, problems[:3])
