@@ -52,7 +52,12 @@ def work(job):
         while True:
             pass
     if action == "pid":
-        time.sleep(value or 0)
+        return os.getpid()
+    if action == "meet":  # ends when as many jobs are at work at the same time
+        folder, count = value
+        open(os.path.join(folder, str(os.getpid())), "w").close()
+        while len(os.listdir(folder)) < count:
+            time.sleep(0.01)
         return os.getpid()
 """
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=3.0, memory_mib=1024)
@@ -63,6 +68,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "pool_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "pool_rewards.work"
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Path:
+    """Where jobs that wait for each other leave their names."""
+    (folder := tmp_path / "meeting").mkdir()
+    return folder
 
 
 def job(action: str, value: object = None, **others: object) -> bytes:
@@ -100,10 +112,10 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_results_come_in_order(make: Callable[..., Pool]) -> None:
-    pool = make(3)
-    jobs = [job("slow", 0.2)] + [job("echo", index) for index in range(100)]
-    assert tasks(pool.map(jobs)) == [1.0, *map(float, range(100))]
+def test_results_come_in_order(make: Callable[..., Pool], meeting: Path) -> None:
+    pool = make(3, replace(LIMITS, wall_seconds=60.0))
+    jobs = [job("slow", 0.2)] + [job("echo", index) for index in range(100)] + [job("meet", (str(meeting), 3))] * 3
+    assert tasks(pool.map(jobs))[:101] == [1.0, *map(float, range(100))]
     assert pool.map([]) == []
     assert len(pool.worker_pids) == 3
 
@@ -217,11 +229,14 @@ def test_processes_that_never_start_are_reported(make: Callable[..., Pool], monk
         make(2).map([job("echo", 1)])
 
 
-def test_work_is_divided(make: Callable[..., Pool]) -> None:
-    """Four jobs that come together go to four workers."""
-    pool = make(4)
-    assert eventually(lambda: bool(pool.map([job("slow", 0.1)] * 8)) and len(pool.worker_pids) == 4)
-    assert len({*tasks(pool.map([job("pid", 0.1)] * 4))}) == 4
+def test_work_is_divided(make: Callable[..., Pool], meeting: Path) -> None:
+    """Four jobs that come together go to four workers, however late these start; more jobs get no others."""
+    pool = make(4, replace(LIMITS, wall_seconds=60.0))
+    assert len({*tasks(pool.map([job("meet", (str(meeting), 4))] * 4))}) == 4
+    workers = set(pool.worker_pids)
+    assert len(workers) == 4
+    assert tasks(pool.map([job("echo", index) for index in range(100)])) == [*map(float, range(100))]
+    assert set(pool.worker_pids) == workers
 
 
 def test_a_full_parent_socket_is_no_deadlock(make: Callable[..., Pool]) -> None:
