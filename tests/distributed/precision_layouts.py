@@ -5,14 +5,17 @@ Part of `check_precision.py`. The trainings of one process run before the ranks 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fp8_learners import RECIPES, Training, check, precision_config, started
 from precision_histories import compare_with_one_process, histories
+from precision_shards import linears_in_shards, vocabulary_in_shards
 from torch import Tensor
 
 from megatron_calclip.precision.linear import Operand
@@ -23,9 +26,6 @@ NUM_STEPS = 5
 FIRST_LOSS = {"fp32": 1e-5, "bf16": 1e-3}
 LOSS = 2e-3
 OTHER_AMAXES = 5e-3  # where they are those of a shard, or delayed by another number of micro-batches
-# Share of dequantised values that may differ where FP32 sums differ in their last bit, because a number lay at the border of
-# two codes: of inputs such numbers themselves, of gradients whatever tokens they have reached through the layers behind.
-MOVED = {"weight": 0.0, "input": 2e-3, "gradient": 0.1}
 
 
 class FirstLayer:
@@ -84,11 +84,27 @@ class FirstLayer:
         return result
 
 
-def train(recipe: str, layout: str, *, capture: bool, **settings: Any) -> dict[str, Any]:
-    """A training on the ranks that there are; its losses, and what the first layer multiplied."""
+def train(
+    recipe: str, layout: str, *, capture: bool, fused_head: bool, in_shards: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """A training on the ranks that there are; its losses, and what the first layer multiplied.
+
+    Args:
+        recipe: see `RECIPES`.
+        layout: see `LAYOUTS`.
+        capture: whether to keep what the first layer multiplied.
+        fused_head: log-probabilities without the logits.
+        in_shards: adds in the order of two tensor-parallel ranks; see `precision_shards`.
+        settings: see `precision_config`.
+    """
     config = precision_config(recipe, layout, **settings)
-    with started(config) as runtime:
-        training = Training.begin(config, runtime)
+    config = replace(config, train=replace(config.train, fused_head=fused_head))
+    with started(config) as runtime, contextlib.ExitStack() as order_of_sums:
+        training = Training.begin(config, runtime, warm_up=False)
+        if in_shards:
+            linears_in_shards(training)
+            order_of_sums.enter_context(vocabulary_in_shards(training))
+        training.learner.warm_up(training.batch)
         after_warm_up = histories(training)
         first = FirstLayer(training) if capture else None
         training.update()
@@ -108,16 +124,11 @@ def compare_losses(name: str, actual: list[float], expected: list[float], *, fir
 
 
 def compare_operands(name: str, actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> None:
-    """Bit for bit where no sum over ranks came before, else all but borderline codes."""
-    problems = []
-    for key, values in actual.items():
-        linear, operand, side, _ = key
-        other = expected[key]
-        exact = operand == "weight" or (operand == "input" and linear.endswith("linear_qkv"))
-        differ = 1 - torch.isclose(values, other, rtol=0 if exact else 1e-5, atol=0).float().mean()
-        if differ > (0 if exact or side == "scale" else MOVED[operand]):
-            problems.append((key, float(differ)))
-    check(f"{name}: codes of the first layer", not problems, problems[:3])
+    """Every value and every scale, exactly; of the ranks at least one has the first layer."""
+    dist.all_reduce(compared := torch.tensor(len(actual)))
+    different = {key: float((values != expected[key]).float().mean()) for key, values in actual.items()}
+    problems = [(key, share) for key, share in different.items() if share > 0]
+    check(f"{name}: codes and scales of the first layer", compared > 0 and not problems, problems[:3])
 
 
 def layout_cases(every: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -154,18 +165,50 @@ def fp32_scales(recipe: str) -> dict[str, Any]:
     return {"power_of_two_scales": False} if recipe in ("rowwise", "blockwise") else {}
 
 
-def of_one_process(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that make a difference where nothing is sharded."""
-    return {key: value for key, value in settings.items() if key != "amax_group"}
+@dataclass(frozen=True, order=True)
+class Reference:
+    """A training of one process."""
+
+    recipe: str
+    settings: tuple[tuple[str, Any], ...]
+    """Those that make a difference where nothing is sharded."""
+    in_shards: bool = False
+    """Whether it adds in the order of two tensor-parallel ranks."""
+
+    @classmethod
+    def of(cls, recipe: str, settings: dict[str, Any], *, in_shards: bool = False) -> Reference:
+        """The training of one process with these settings."""
+        return cls(recipe, tuple(item for item in settings.items() if item[0] != "amax_group"), in_shards)
+
+    @property
+    def captures(self) -> bool:
+        """Only FP32 sums have an order that all layouts can share: a BF16 partial sum is rounded."""
+        return ("dtype", "fp32") in self.settings
+
+    def train(self, layout: str, **settings: Any) -> dict[str, Any]:
+        """See `train`."""
+        return train(self.recipe, layout, fused_head=self.captures, **dict(self.settings) | settings)
 
 
-def references(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[Any, dict[str, Any]]:
+def reference_of_operands(recipe: str, layout: str, settings: dict[str, Any]) -> Reference | None:
+    """The training of one process that multiplies the same, bit for bit; None where amaxes, or sums, are other ones."""
+    own = Reference.of(recipe, settings, in_shards="TP2" in layout)
+    return own if own.captures and not has_other_amaxes(recipe, layout, settings) else None
+
+
+def has_other_amaxes(recipe: str, layout: str, settings: dict[str, Any]) -> bool:
+    """Whether amaxes are those of a shard, or delayed by another number of micro-batches."""
+    return settings.get("amax_group") == "te" or (recipe == "tensorwise_delayed" and layout == "DP2")
+
+
+def references(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[Reference | None, dict[str, Any]]:
     """The trainings of one process, shared out over the ranks; before they join."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    wanted = {(recipe, *of_one_process(settings).items()) for recipe, _, settings in cases}
-    mine = [key for index, key in enumerate(sorted(wanted)) if index % 2 == rank]
-    own = {key: train(key[0], "TP1", capture=("dtype", "fp32") in key, **dict(key[1:])) for key in mine}
+    of_losses = {Reference.of(recipe, settings) for recipe, _, settings in cases}
+    of_operands = {reference_of_operands(*case) for case in cases}
+    wanted = sorted(of_losses | {reference for reference in of_operands if reference is not None})
+    own = {r: r.train("TP1", capture=r.captures, in_shards=r.in_shards) for r in wanted[rank::2]}
     dist.destroy_process_group()
     dist.init_process_group("gloo")
     gathered: list[Any] = [None, None]
@@ -176,17 +219,19 @@ def references(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[Any, dict[s
 def check_layouts(cases: list[tuple[str, str, dict[str, Any]]], expected: dict[Any, dict[str, Any]]) -> None:
     """FP8 training on every layout is that of one process."""
     for recipe, layout, settings in cases:
-        dtype = settings.get("dtype", "bf16")
-        delayed_over_dp = recipe == "tensorwise_delayed" and layout == "DP2"
-        other_amaxes = delayed_over_dp or settings.get("amax_group") == "te"
-        one = expected[recipe, *of_one_process(settings).items()]
-        actual = train(recipe, layout, capture=dtype == "fp32" and not other_amaxes, **settings)
+        same_operands = reference_of_operands(recipe, layout, settings)
+        one = expected[reference := Reference.of(recipe, settings)]
+        actual = reference.train(layout, capture=same_operands is not None, **settings)
         name = " ".join([recipe, layout, *(f"{key}={value}" for key, value in settings.items())])
-        first, later = (OTHER_AMAXES, OTHER_AMAXES) if other_amaxes else (FIRST_LOSS[dtype], LOSS)
+        first, later = FIRST_LOSS[settings.get("dtype", "bf16")], LOSS
+        if has_other_amaxes(recipe, layout, settings):
+            first = later = OTHER_AMAXES
         compare_losses(name, actual["losses"], one["losses"], first=first, later=later)
-        compare_operands(name, actual["operands"], one["operands"])
+        if same_operands is not None:
+            compare_operands(name, actual["operands"], expected[same_operands]["operands"])
         if settings.get("amax_group") == "te":
             moved = max(abs(a - b) for a, b in zip(actual["losses"], one["losses"], strict=True))
             check(f"{name}: shards have their own amaxes", moved > 1e-5, moved)
-        if recipe == "tensorwise_delayed" and dtype == "fp32":
-            compare_with_one_process(name, actual["histories"], one["histories"], over_dp=delayed_over_dp)
+        if recipe == "tensorwise_delayed" and reference.captures:
+            over_dp = layout == "DP2"
+            compare_with_one_process(name, actual["histories"], one["histories"], over_dp=over_dp)
