@@ -5,7 +5,7 @@
 
 FOLDER holds `gsm8k_train.jsonl`, whose first questions with their answers are the text: each row is "Question:" and then the
 question and its worked answer, cut to 110 tokens, all of which are scored. The first layout, one process, goes through all
-recipes, three sizes of the update and every layer alone; the others (pipeline, data and tensor parallel) repeat three recipes at
+recipes, three sizes of the update and every layer alone; the others (pipeline, data and tensor parallel) repeat four recipes at
 one size. `docs/diagnose.md` says what each figure is.
 
 Left out on purpose: what `diagnose` computes, and its tables, which it prints itself.
@@ -51,17 +51,19 @@ class Layout:
     options: tuple[str, ...]
 
 
-THREE_RECIPES = (
-    *("--recipe", "tensorwise", "--recipe", "rowwise", "--recipe", "blockwise:power_of_two_scales=false"),
+FP32_SCALES = "power_of_two_scales=false"
+FOUR_RECIPES = (
+    *("--recipe", "tensorwise", "--recipe", "rowwise"),
+    *("--recipe", f"rowwise:{FP32_SCALES}", "--recipe", f"blockwise:{FP32_SCALES}"),
     *("--layer-prompts", "0", "--lr", LR),
 )
 LAYOUTS = {
     "TP 1": Layout(1, ("--lr", f"4e-8,{LR},1.6e-6")),
-    "PP 2": Layout(2, ("--set", "parallel.pp=2", *THREE_RECIPES)),
-    "DP 2": Layout(2, THREE_RECIPES),
-    "TP 3": Layout(3, ("--set", "parallel.tp=3", *THREE_RECIPES)),
+    "PP 2": Layout(2, ("--set", "parallel.pp=2", *FOUR_RECIPES)),
+    "DP 2": Layout(2, FOUR_RECIPES),
+    "TP 3": Layout(3, ("--set", "parallel.tp=3", *FOUR_RECIPES)),
 }
-QUICK = {"TP 1": Layout(1, (*THREE_RECIPES, "--num-prompts", "2"))}
+QUICK = {"TP 1": Layout(1, (*FOUR_RECIPES, "--num-prompts", "2"))}
 
 
 def write_texts(problems: Path, target: Path) -> None:
@@ -113,7 +115,7 @@ def find(variable: str, name: str, parser: argparse.ArgumentParser) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all layouts, and write all numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two texts on one process, three recipes")
+    parser.add_argument("--quick", action="store_true", help="two texts on one process, four recipes")
     parser.add_argument("--output", type=Path, default=FOLDER / "diagnose.json")
     arguments = parser.parse_args(argv)
     model = find("MEGATRON_CALCLIP_SMOLLM2", "config.json", parser).parent

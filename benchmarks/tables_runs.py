@@ -18,9 +18,7 @@ from benchmarks.tables import Report, asked, measured, number, page, percent, ta
 from examples.study.replays import FIXED
 from megatron_calclip.commands.replay import AS_RUN
 
-PAPER_AMPLIFICATION = {"tensorwise": 2.90, "rowwise": 2.08, "blockwise:power_of_two_scales=false": 1.65}
-"""Of the ratio's error over the probability's, in the paper: an 8B model, sampled answers, a training step."""
-RECIPE_NAMES = {"blockwise:power_of_two_scales=false": "blockwise, FP32 scales"}
+RECIPE_NAMES = {f"{name}:power_of_two_scales=false": f"{name}, FP32 scales" for name in ("rowwise", "blockwise")}
 MIDDLE_LR = 4e-7
 """The update that the main tables show."""
 
@@ -156,7 +154,7 @@ def diagnose_recipes(report: Report) -> str:
     rows = [("BF16", "", "", "", "", "", *(percent(bf16[share]) for share in shares))]
     for recipe in found["recipes"]:
         update, noise = _updates(recipe), recipe["unmoved"]
-        paper = PAPER_AMPLIFICATION.get(recipe["recipe"])
+        paper = smollm2_module.PAPER_DIAGNOSED.get(recipe["recipe"])
         rows.append(
             (
                 _name(recipe),

@@ -28,6 +28,7 @@ from benchmarks.results import environment
 from examples.study.gsm8k_reward import final, results, without_marks
 from examples.study.smollm2_tables import summarise, write_tables
 from examples.study.tables import Run
+from megatron_calclip.commands.diagnose import DEFAULT_RECIPES
 from megatron_calclip.data_files import open_rows
 from megatron_calclip.errors import EXIT_FAILED, UserError
 
@@ -54,7 +55,6 @@ COMMON = (
 """Overrides of the configuration for all that is run here."""
 CALIBRATION = ("calibration.interval=1", "calibration.start_step=1", "calibration.dump=true")
 """Of the runs: every step is calibrated and dumped."""
-RECIPES = ("tensorwise", "rowwise", "blockwise:power_of_two_scales=false", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Size:
 
 
 SIZES = {
-    "short": Size(diagnosed=RECIPES[:1], num_answers=8, trained=("tensorwise",), steps=2, prompts=4, samples=4),
-    "hour": Size(diagnosed=RECIPES, num_answers=16, trained=("tensorwise",), steps=5, prompts=8, samples=6),
+    "short": Size(diagnosed=DEFAULT_RECIPES[:1], num_answers=8, trained=("tensorwise",), steps=2, prompts=4, samples=4),
+    "hour": Size(diagnosed=DEFAULT_RECIPES, num_answers=16, trained=("tensorwise",), steps=5, prompts=8, samples=6),
     "full": Size(
-        diagnosed=RECIPES,
+        diagnosed=DEFAULT_RECIPES,
         num_answers=32,
         trained=("tensorwise", "rowwise", "blockwise"),
         steps=20,

@@ -34,7 +34,15 @@ if TYPE_CHECKING:  # usage errors come before heavy imports
     from megatron_calclip.diagnosis_passes import Model
     from megatron_calclip.learner.runtime import Runtime
 
-DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise:power_of_two_scales=false", "blockwise", "mxfp8")
+_FP32_SCALES = "power_of_two_scales=false"
+DEFAULT_RECIPES = (
+    "tensorwise",
+    "rowwise",
+    f"rowwise:{_FP32_SCALES}",
+    "blockwise",
+    f"blockwise:{_FP32_SCALES}",
+    "mxfp8",
+)
 _BF16 = ("precision.recipe=bf16", "precision.fp8_param=false", "precision.output_layer=false")
 # What belongs to one recipe must not be inherited by another.
 _OWN = ("precision.format=auto", "precision.power_of_two_scales=null")

@@ -81,7 +81,7 @@ def test_problems_and_template() -> None:
 
 def test_sizes_are_valid_configurations(tmp_path: Path) -> None:
     for size in smollm2.SIZES.values():
-        assert set(size.trained) <= {name.partition(":")[0] for name in smollm2.RECIPES}
+        assert set(size.trained) <= {name.partition(":")[0] for name in smollm2.DEFAULT_RECIPES}
         for recipe in size.trained:
             config = load_config(smollm2.CONFIG, smollm2.train_overrides(size, recipe, smollm2.COMMON))
             assert config.calibration.dump and config.calibration.interval == 1 and config.algorithm.num_minibatches > 1
