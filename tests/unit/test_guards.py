@@ -139,10 +139,10 @@ def test_a_stack_inside_a_collective_waits() -> None:
 
 def test_the_watchdog_ends_a_stage_that_takes_too_long(capfd: pytest.CaptureFixture[str]) -> None:
     ended = threading.Event()
-    watchdog = Watchdog(0, 1, 0.4, end=ended.set)
+    watchdog = Watchdog(0, 1, 1.5, end=ended.set)  # all stages together take longer, none does
     for stage in ("rollout", "reward", "update"):
         watchdog.enter(stage)
-        time.sleep(0.2)
+        time.sleep(0.6)
     assert not ended.is_set()
     watchdog.enter("sync")
     assert ended.wait(10)
