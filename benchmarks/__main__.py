@@ -46,7 +46,7 @@ BENCHMARKS = {
     "learner": Benchmark(("benchmarks.learner",)),
     "logprobs": Benchmark(("benchmarks.logprobs",)),
     "precision": Benchmark(("benchmarks.precision", "--models", "4M", "--repetitions", "7")),
-    "precision_60m": Benchmark(("benchmarks.precision", "--models", "60M", "--repetitions", "3"), quick=False),
+    "precision_60m": Benchmark(("benchmarks.precision", "--models", "60M", "--repetitions", "7"), quick=False),
     "calibration": Benchmark(("benchmarks.calibration",)),
     "calibration_run": Benchmark(("benchmarks.calibration", "--run"), quick=False),
     "weights": Benchmark(("benchmarks.weights",)),

@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="10^6 tokens and a single repetition")
     parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", type=Path, help=f"default: {FOLDER}/calibration.json, calibration_run.json")
     parser.add_argument("--run", action="store_true", help="measure the share of a run instead")
     parser.add_argument("--measure", choices=list(VARIANTS), help=argparse.SUPPRESS)

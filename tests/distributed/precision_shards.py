@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,14 +61,22 @@ class _Linear:
     def multiply(self, a: Operand, b: Operand, *, summed: bool) -> Tensor:
         """a @ b.T, cut along the contracted dimension if its result is summed over ranks, else along the result's columns."""
         if summed:
-            parts = [[replace(item, values=item.values[:, shard]) for item in (a, b)] for shard in self.shards]
-            first, second = (_gemm(*part) for part in parts)
+            first, second = (_gemm(_cut(a, shard, dim=1), _cut(b, shard, dim=1)) for shard in self.shards)
             return first + second
         result = a.values.new_empty(len(a.values), len(b.values), dtype=torch.float32)
         for shard in self.shards:
-            scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[shard]
-            result[:, shard] = _gemm(a, Operand(b.values[shard], scale))
+            result[:, shard] = _gemm(a, _cut(b, shard, dim=0))
         return result
+
+
+def _cut(operand: Operand, shard: Tensor, *, dim: int) -> Operand:
+    """Some rows (dim 0) or columns (1) of an operand, laid out in memory as a rank has them: kernels differ by strides."""
+    scale, transposed = operand.scale, not operand.values.is_contiguous()
+    stored = operand.values.t() if transposed else operand.values
+    stored = stored.index_select(1 - dim if transposed else dim, shard)
+    if scale is not None and scale.numel() > 1 and dim == 0:
+        scale = scale.index_select(0, shard)
+    return Operand(stored.t() if transposed else stored, scale)
 
 
 def _gemm(a: Operand, b: Operand) -> Tensor:
