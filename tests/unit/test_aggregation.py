@@ -68,7 +68,7 @@ def test_errors(change, message):
         loss_weights(MASK, IDS, **arguments)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     aggregation=st.sampled_from(AGGREGATIONS),

@@ -73,7 +73,7 @@ def plain_search(ratio, advantages, weights, config):
     return lower, upper
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), target=st.sampled_from([0.3, 0.45, 0.5, 0.6]), cut=st.integers(1, 5))
 def test_agrees_with_a_plain_loop_and_adds_up_over_micro_batches(seed, target, cut):
     config = BAPOSettings(target_share=target)

@@ -178,7 +178,7 @@ bounds_on_lattice = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(token_rows, min_size=1, max_size=30),
     bounds_on_lattice,

@@ -45,7 +45,6 @@ def test_part_of_a_row_whole_rows_part_of_a_row() -> None:
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
-@settings(deadline=None)
 @given(st.data(), SHAPES)
 def test_rectangles_are_the_slice_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
@@ -93,7 +92,7 @@ def local(whole: Tensor, part: Part) -> Tensor:
 LISTS_OF_CUTS = st.lists(st.integers(1, 10**6), max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), LISTS_OF_CUTS, LISTS_OF_CUTS)
 def test_any_ranks_read_what_others_wrote(
     tmp_path_factory: pytest.TempPathFactory, writers: int, readers: int, cuts: list[int], other_cuts: list[int]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_calclip.config import Config
@@ -472,7 +472,7 @@ def paths_of(values: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple
 
 
 @given(text=st.text(min_size=1).filter(lambda text: "\0" not in text))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_text_reads_back(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = config_from_dict(valid(run_dir=text, data={"prompt_field": text}, checkpoint={"resume": text}))
     path = write(tmp_path_factory.getbasetemp(), "text.yaml", config_to_yaml(config))
@@ -489,7 +489,7 @@ def test_texts_that_look_like_something_else_read_back(text: str, tmp_path: Path
     lr=st.floats(min_value=1e-300, max_value=1e300),
     seed=st.integers(min_value=0, max_value=2**31 - 1),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_number_reads_back(lr: float, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = config_from_dict(valid(optimizer={"lr": lr}, train={"seed": seed}))
     path = write(tmp_path_factory.getbasetemp(), "number.yaml", config_to_yaml(config))
@@ -515,7 +515,7 @@ VALUES = st.one_of(
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 def test_any_mutation_is_a_configuration_or_a_user_error(data: st.DataObject) -> None:
     values = config_to_dict(load_config(str(data.draw(st.sampled_from(SHIPPED)))))
     paths = paths_of(values)
@@ -542,7 +542,7 @@ def test_any_mutation_is_a_configuration_or_a_user_error(data: st.DataObject) ->
 
 
 @given(text=st.text() | st.text(alphabet="!&*{}[]:,-'\"#|>?%@` \n0aeE.+_<=~"))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_yaml_text_is_a_configuration_or_a_user_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))

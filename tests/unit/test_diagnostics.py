@@ -126,7 +126,7 @@ def test_the_spread_of_gspo_ratios_does_not_cancel():
     assert metrics["ratio/std"] == pytest.approx(1e-4, rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 5), order=st.permutations(range(6)))
 def test_sums_are_the_same_under_any_micro_batching(seed, cut, order):
     batch = random_batch(seed)

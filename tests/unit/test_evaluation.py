@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -157,7 +157,6 @@ def test_math_votes(completion: str, vote: str | None) -> None:
 
 
 @given(text=st.text(alphabet=r"\boxed{}^_$0123456789.,-+/()frac \n%e", max_size=60))
-@settings(deadline=None)
 def test_any_text_has_a_vote_or_none(text: str) -> None:
     for completion in (text, rf"\boxed{{{text}}}", rf"\boxed{{10^{{{text}}}}}"):
         math_vote(completion)

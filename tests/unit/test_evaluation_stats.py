@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_calclip.evaluation_stats import (
@@ -23,7 +23,6 @@ from megatron_calclip.evaluation_stats import (
 
 
 @given(n=st.integers(1, 9), data=st.data())
-@settings(deadline=None)
 def test_pass_at_k_counts_the_draws_without_a_solution(n: int, data: st.DataObject) -> None:
     solved, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     draws = list(itertools.combinations([True] * solved + [False] * (n - solved), k))

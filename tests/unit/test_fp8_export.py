@@ -95,7 +95,7 @@ def test_scales_by_hand() -> None:
     assert exact[Q_PROJ].float()[0, 0] == 448 and exact[Q_PROJ + "_scale_inv"][0, 0] == pytest.approx(3 / 448, rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-20, 20))
 def test_codes_are_those_of_a_plain_loop(seed: int, exponent: int) -> None:
     generator = torch.Generator().manual_seed(seed)

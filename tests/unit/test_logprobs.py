@@ -74,7 +74,7 @@ def test_hand_computed_gradient() -> None:
     assert_close(logits.grad, torch.tensor([[-0.25, 0.5, -0.25]]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_tokens=st.integers(1, 9),
     vocab=st.integers(1, 70),

@@ -120,7 +120,7 @@ def test_weights_count_within_each_mini_batch() -> None:
     cuts=st.lists(st.integers(0, 8), max_size=3),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_split_changes_loss_gradient_or_metrics(
     lengths: list[int], aggregation: Any, level: Any, loss_kind: Any, cuts: list[int], seed: int
 ) -> None:

@@ -139,7 +139,7 @@ def test_positions_and_lengths_by_hand():
     assert response_positions(mask, ids, num_sequences=2).tolist() == [0, 0, 0, 0, 1, 2, 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 5))
 def test_sums_add_up_and_ignore_what_is_outside_the_mask(seed, cut):
     def measure(batch):

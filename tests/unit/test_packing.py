@@ -82,7 +82,6 @@ def test_sequences_that_do_not_split(count: int, num_minibatches: int) -> None:
     budget=st.integers(1, 60),
     multiple=st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_plan(lengths: list[int], num_minibatches: int, dp_size: int, budget: int, multiple: int) -> None:
     lengths = lengths * num_minibatches
     plan = plan_step(
@@ -200,7 +199,6 @@ def check_slots(layout: PackedLayout, size: int, cp: int) -> None:
 
 
 @given(**MICRO_BATCHES)
-@settings(deadline=None)
 def test_every_token_once(lengths: list[int], cp: int, align: int, least: int) -> None:
     lengths = [2, *lengths]  # sequence 0 is not part of the micro-batch
     ranks = layouts(list(range(1, len(lengths))), lengths, cp=cp, align=align, least=least)
@@ -245,7 +243,7 @@ def grouped_attention(layout: PackedLayout, query: Tensor, key: Tensor, value: T
 @given(**MICRO_BATCHES, seed=st.integers(0, 100))
 @example(lengths=[11, 10, 10, 1], cp=1, align=1, least=1, seed=0)
 @example(lengths=[7, 6, 6, 1], cp=2, align=3, least=30, seed=0)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_attention_over_groups_is_attention_of_each_sequence(
     lengths: list[int], cp: int, align: int, least: int, seed: int
 ) -> None:

@@ -93,7 +93,7 @@ def plain_ppo(log_probs, old, advantages, weights, bounds, dual_clip):
     return -weights * surrogate
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     lower=st.floats(0.3, 0.95),

@@ -39,7 +39,7 @@ def torchao_codes(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: 
 
 @FORMATS
 @given(x=matrices(finite=False), dim=st.sampled_from([-1, 0]), power_of_two=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rowwise_is_torchao(x: Tensor, dim: int, power_of_two: bool, dtype: torch.dtype) -> None:
     """Also for infinite and NaN inputs, where torchao's scale is 0 or NaN."""
     ours = quantize(x, RowScaling(power_of_two=power_of_two), dtype, dim=dim)
@@ -61,7 +61,7 @@ def test_rowwise_is_torchao_near_powers_of_two(exponent: int, dtype: torch.dtype
 
 @FORMATS
 @given(x=matrices(), power_of_two=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tensorwise_is_torchao(x: Tensor, power_of_two: bool, dtype: torch.dtype) -> None:
     """Where torchao's lower bound of 1e-12 on amax does not act, which TransformerEngine does not have."""
     if x.abs().max() < 1e-12:
@@ -77,7 +77,7 @@ def test_tensorwise_is_torchao(x: Tensor, power_of_two: bool, dtype: torch.dtype
 
 @FORMATS
 @given(x=matrices(cols=64, finite=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_mxfp8_is_torchao_rceil(x: Tensor, dtype: torch.dtype) -> None:
     ours = quantize(x, MXScaling(), dtype)
     scale, codes = to_mx(x, dtype, 32, ScaleCalculationMode.RCEIL)
@@ -137,7 +137,7 @@ def assert_emulated_is_real(x: Tensor, scaling: Scaling, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("scaling", EVERY_SCALING, ids=str)
 @given(x=matrices(finite=False), dtype=st.sampled_from([E4M3, E5M2]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_emulated_is_real(scaling: Scaling, x: Tensor, dtype: torch.dtype) -> None:
     assert_emulated_is_real(x, scaling, dtype)
 

@@ -89,7 +89,7 @@ def byte_level() -> Tokenizer:
 
 
 @given(text=st.text(max_size=12))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_token_texts_make_the_text(text: str) -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode(text).ids

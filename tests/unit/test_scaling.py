@@ -43,7 +43,7 @@ def tiles_of(x: Tensor, tile_rows: int, tile_cols: int) -> dict[tuple[int, int],
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("tile", ["tensor", "1xB", "Bx1", "BxB"])
 @given(x=matrices(finite=False))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_tensor_and_block_rule(x: Tensor, tile: str, power_of_two: bool, dtype: torch.dtype) -> None:
     """Tile by tile, last tiles cut short, by the rule in exact arithmetic and torch's own cast."""
     largest = torch.finfo(dtype).max
@@ -76,7 +76,7 @@ def e8m0_by_rule(amax: float, dtype: torch.dtype) -> int:
 @FORMATS
 @pytest.mark.parametrize("dim", [-1, 0])
 @given(x=matrices(finite=False))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_mxfp8_rule(x: Tensor, dim: int, dtype: torch.dtype) -> None:
     """Any size, both dimensions; the multiplier is 2^(127 - e), but 1 for e = 0."""
     largest = torch.finfo(dtype).max

@@ -121,7 +121,7 @@ def float32(value: float) -> float:
 OUTLIER = (4.8e8, 75.0, -2.0, 2.0, 1.0, True, 0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @example([OUTLIER, (1.0, 4.8e8, 1.5, 2.0, 1.0, True, 1)], None, True, 37.0)
 @example([OUTLIER], 2.0, True, 1.0)
 @given(
@@ -171,7 +171,7 @@ def test_equals_plain_loops(rows, cap, use_loss_weights, scale):
                     assert total[replicate].item() == totals[quantity]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 200), st.integers(0, 10**6), st.data())
 def test_order_splits_ranks_and_padding_do_not_matter(num_tokens, seed, data):
     tokens = random_tokens(num_tokens, seed=seed)
@@ -217,7 +217,7 @@ def test_many_tokens_and_many_sequences(num_sequences):
     assert total.tolist() == fixed[negative].sum(dim=0).tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 3_000),
     st.integers(1, 600),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_calclip.config import ArithmeticTask, ScratchpadTask
@@ -21,7 +21,6 @@ from megatron_calclip.tasks import Arithmetic, Scratchpad, generated_task, scrat
     position=st.integers(0, 1 << 40),
     held_out=st.booleans(),
 )
-@settings(deadline=None)
 def test_answers_are_right_from_left_to_right(
     operators: str, max_operand: int, num_operands: int, seed: int, position: int, held_out: bool
 ) -> None:
@@ -85,7 +84,6 @@ def test_wrong_scratchpads(completion: str) -> None:
 
 
 @given(num_digits=st.integers(1, 20), seed=st.integers(0, 5), position=st.integers(0, 1 << 40))
-@settings(deadline=None)
 def test_scratchpad_rows(num_digits: int, seed: int, position: int) -> None:
     source = Scratchpad(ScratchpadTask(num_digits=num_digits), seed=seed, held_out=False)
     problem, answer, _ = source.row(position)

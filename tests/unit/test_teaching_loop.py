@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -147,7 +147,6 @@ def test_settings_are_those_of_the_main_job() -> None:
     }
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=12, max_size=12))
 def test_advantages_equal_the_packages(values: list[float]) -> None:
     rewards = torch.tensor(values)

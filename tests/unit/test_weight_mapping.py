@@ -135,7 +135,7 @@ def test_row_parallel_weights_are_cut_along_their_columns() -> None:
     assert REPLICATED.shard(full, rank=1, size=2) is full
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=st.sampled_from([REPLICATED, COLUMNS, Layout(0), QKV, GATE_UP, VOCABULARY]),
     tp=st.sampled_from([1, 2, 3, 4]),
