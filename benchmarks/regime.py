@@ -49,7 +49,7 @@ CONFIG = ROOT / "conf" / "noisy_cpu.yaml"
 COMMON = ("calibration.measure=every_step", "eval.every=0", "checkpoint.save_every=0", "tracking.tensorboard=false")
 ARMS: dict[str, tuple[str, ...]] = {
     "vanilla": ("calibration.enabled=false", "train.num_steps=15"),
-    "calibrated": ("calibration.dump=true", "train.prompts_per_step=120", "train.num_steps=40"),
+    "calibrated": ("calibration.dump=true", "train.prompts_per_step=120", "train.num_steps=60"),
     "bf16": (
         "calibration.enabled=false",
         *("precision.recipe=bf16", "precision.backend=auto", "precision.output_layer=false"),
