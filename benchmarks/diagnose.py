@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import FOLDER, ROOT, Result, write_report
+from megatron_calclip.commands.diagnose import FP32_SCALES
 
 MAX_SECONDS = 600.0
 """What all recipes of the first layout may take."""
@@ -51,7 +52,6 @@ class Layout:
     options: tuple[str, ...]
 
 
-FP32_SCALES = "power_of_two_scales=false"
 FOUR_RECIPES = (
     *("--recipe", "tensorwise", "--recipe", "rowwise"),
     *("--recipe", f"rowwise:{FP32_SCALES}", "--recipe", f"blockwise:{FP32_SCALES}"),

@@ -16,9 +16,10 @@ import examples.study.tables as study_module
 from benchmarks.results import Result, read_results
 from benchmarks.tables import Report, asked, measured, number, page, percent, table, verdict
 from examples.study.replays import FIXED
+from megatron_calclip.commands.diagnose import FP32_SCALES
 from megatron_calclip.commands.replay import AS_RUN
 
-RECIPE_NAMES = {f"{name}:power_of_two_scales=false": f"{name}, FP32 scales" for name in ("rowwise", "blockwise")}
+RECIPE_NAMES = {f"{name}:{FP32_SCALES}": f"{name}, FP32 scales" for name in ("rowwise", "blockwise")}
 MIDDLE_LR = 4e-7
 """The update that the main tables show."""
 

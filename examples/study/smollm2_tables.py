@@ -16,6 +16,7 @@ from typing import Any
 from examples.study.replays import FIXED, at_references, entropy_table, multiple, replay_table, replays
 from examples.study.tables import Run, mean, total
 from megatron_calclip.algorithms.overclip import ENTROPY_EDGES
+from megatron_calclip.commands.diagnose import FP32_SCALES
 from megatron_calclip.commands.replay import AS_RUN
 
 Row = dict[str, Any]
@@ -25,7 +26,7 @@ PAPER_AMPLIFICATION = {"tensorwise": 2.90, "rowwise": 2.08, "blockwise": 1.65}
 PAPER_DIAGNOSED = {
     "tensorwise": PAPER_AMPLIFICATION["tensorwise"],
     "rowwise": PAPER_AMPLIFICATION["rowwise"],
-    "blockwise:power_of_two_scales=false": PAPER_AMPLIFICATION["blockwise"],
+    f"blockwise:{FP32_SCALES}": PAPER_AMPLIFICATION["blockwise"],
 }
 """The same beside the variants of recipes that a diagnosis measures; the paper's blocks have FP32 scales."""
 PAPER_MULTIPLE = {"tensorwise": 6.68, "rowwise": 5.48, "blockwise": 3.94}

@@ -34,13 +34,13 @@ if TYPE_CHECKING:  # usage errors come before heavy imports
     from megatron_calclip.diagnosis_passes import Model
     from megatron_calclip.learner.runtime import Runtime
 
-_FP32_SCALES = "power_of_two_scales=false"
+FP32_SCALES = "power_of_two_scales=false"
 DEFAULT_RECIPES = (
     "tensorwise",
     "rowwise",
-    f"rowwise:{_FP32_SCALES}",
+    f"rowwise:{FP32_SCALES}",
     "blockwise",
-    f"blockwise:{_FP32_SCALES}",
+    f"blockwise:{FP32_SCALES}",
     "mxfp8",
 )
 _BF16 = ("precision.recipe=bf16", "precision.fp8_param=false", "precision.output_layer=false")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,21 +84,17 @@ class FirstLayer:
         return result
 
 
-def train(
-    recipe: str, layout: str, *, capture: bool, fused_head: bool, in_shards: bool = False, **settings: Any
-) -> dict[str, Any]:
+def train(recipe: str, layout: str, *, capture: bool, in_shards: bool = False, **settings: Any) -> dict[str, Any]:
     """A training on the ranks that there are; its losses, and what the first layer multiplied.
 
     Args:
         recipe: see `RECIPES`.
         layout: see `LAYOUTS`.
         capture: whether to keep what the first layer multiplied.
-        fused_head: log-probabilities without the logits.
         in_shards: adds in the order of two tensor-parallel ranks; see `precision_shards`.
         settings: see `precision_config`.
     """
     config = precision_config(recipe, layout, **settings)
-    config = replace(config, train=replace(config.train, fused_head=fused_head))
     with started(config) as runtime, contextlib.ExitStack() as order_of_sums:
         training = Training.begin(config, runtime, warm_up=False)
         if in_shards:
@@ -187,7 +183,7 @@ class Reference:
 
     def train(self, layout: str, **settings: Any) -> dict[str, Any]:
         """See `train`."""
-        return train(self.recipe, layout, fused_head=self.captures, **dict(self.settings) | settings)
+        return train(self.recipe, layout, **dict(self.settings) | settings)
 
 
 def reference_of_operands(recipe: str, layout: str, settings: dict[str, Any]) -> Reference | None:

@@ -22,13 +22,14 @@ from megatron_calclip.weights.mapping import find_tensor
 
 @contextlib.contextmanager
 def vocabulary_in_shards(training: Training) -> Iterator[None]:
-    """The fused head reduces the vocabulary, and sums gradients of hidden states, shard by shard."""
-    before = logprobs.CPU_LINEAR_TILE
-    logprobs.CPU_LINEAR_TILE = (before[0], training.learner.shape.padded_vocab_size // 2)
+    """Logits, the gradient of hidden states and the reductions over the vocabulary are computed shard by shard."""
+    learner, before = training.learner, logprobs.TILE_COLUMNS
+    learner._output_gemms = lambda rows, weight: torch.cat([rows @ shard.t() for shard in weight.chunk(2)], -1)
+    logprobs.TILE_COLUMNS = learner.shape.padded_vocab_size // 2
     try:
         yield
     finally:
-        logprobs.CPU_LINEAR_TILE = before
+        logprobs.TILE_COLUMNS = before
 
 
 def linears_in_shards(training: Training) -> None:
