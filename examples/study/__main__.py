@@ -8,8 +8,8 @@
     python -m examples.study --part smollm2      # a real model instead of the toy: needs its weights and GSM8K (`smollm2`)
 
 Runs that are there and complete are not repeated: it may be stopped and started again, and the tables are valid for what
-there is. `runs/study/<variant>/tables.md` and `results.json` are written after each run; `megatron-calclip report` draws
-the curves of any of the run folders.
+there is. `--jobs` of them run side by side. `runs/study/<variant>/tables.md` and `results.json` are written at the end, and
+by `--tables-only`; `megatron-calclip report` draws the curves of any of the run folders.
 
 The first part is a toy: 0.4M parameters, a generated task, noise dialled in. It shows the statistics of clipping and their repair. Whether a
 better clip earns reward is measured, too: not in the study's regime, a little with four times its noise; see the tables.
@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 from benchmarks.results import environment
 from examples.study import search
 from examples.study.arms import ARMS, RECIPE_OVERRIDES, VARIANTS, Variant
-from examples.study.smollm2 import run_part
+from examples.study.smollm2 import call, run_part
 from examples.study.tables import Run, summarise, write_tables
 from megatron_calclip.config_file import load_config
 from megatron_calclip.errors import UserError
@@ -38,16 +38,40 @@ CONFIG = str(ROOT / "conf" / "noisy_cpu.yaml")
 COMMON = ("eval.every=0", "checkpoint={save_every: 0, keep_best: false}", "tracking.tensorboard=false")
 
 
-def train(overrides: Sequence[str], folder: Path) -> bool:
-    """Train, unless the run is there and complete; whether it trained. Output goes to `folder/output.txt`."""
+def train(overrides: Sequence[str], folder: Path) -> None:
+    """Train, unless the run is there and complete. Output goes to `folder/output.txt`.
+
+    Raises:
+        UserError: when the run fails.
+    """
     overrides = [*COMMON, *overrides, f"run_dir={folder}"]
-    if Run.steps_done(folder) >= load_config(CONFIG, overrides).train.num_steps:
-        return False
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "examples" / "grpo_fp8.py"), CONFIG, *overrides]
-    with (folder / "output.txt").open("w") as output:
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
-    return True
+    if Run.steps_done(folder) < load_config(CONFIG, overrides).train.num_steps:
+        folder.mkdir(parents=True, exist_ok=True)
+        call([sys.executable, str(ROOT / "examples" / "grpo_fp8.py"), CONFIG, *overrides], folder / "output.txt")
+
+
+def train_all(runs: Sequence[tuple[str, Sequence[str], Path]], *, jobs: int) -> None:
+    """Train what is missing, `jobs` runs at a time; after a failure those under way end, and no other begins.
+
+    Args:
+        runs: what to print, overrides and folder of each, in the order of their start.
+        jobs: how many processes may train at a time.
+
+    Raises:
+        UserError: when a run fails.
+    """
+
+    def one(number: int, label: str, overrides: Sequence[str], folder: Path) -> None:
+        print(f"{number}/{len(runs)}  {label}", flush=True)
+        train(overrides, folder)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, number, *run) for number, run in enumerate(runs, 1)]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def start_of(recipe: str, variant: Variant, runs: Path) -> list[str]:
@@ -85,36 +109,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--gsm8k", default="gsm8k_train.jsonl", metavar="FILE", help="GSM8K as published (default gsm8k_train.jsonl)"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs side by side, but in --part smollm2 (default 1)"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    try:
+        print(run(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Run what is missing, and write the tables, which are returned."""
     if arguments.part == "smollm2":
-        try:
-            print(
-                run_part(
-                    arguments.variant,
-                    arguments.runs,
-                    model=arguments.model,
-                    gsm8k=arguments.gsm8k,
-                    tables_only=arguments.tables_only,
-                )
-            )
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(error.exit_code) from None
-        return
+        return run_part(
+            arguments.variant,
+            arguments.runs,
+            model=arguments.model,
+            gsm8k=arguments.gsm8k,
+            tables_only=arguments.tables_only,
+        )
+    train_missing = None if arguments.tables_only else partial(train_all, jobs=arguments.jobs)
     if arguments.part == "search":
-        runs = arguments.runs / "search"
-        print(search.run_part(runs, start_of=start_of, train=train, tables_only=arguments.tables_only))
-        return
+        return search.run_part(arguments.runs / "search", start_of=start_of, train_all=train_missing)
     variant, runs = VARIANTS[arguments.variant], arguments.runs / arguments.variant
     # Seed by seed, so that a study that is stopped has whole rounds of all arms.
     wanted = [(recipe, arm, seed) for seed in variant.seeds for recipe, arms in variant.recipes.items() for arm in arms]
-    for number, (recipe, arm, seed) in enumerate(wanted, 1):
-        if arguments.tables_only:
-            break
-        print(f"{number}/{len(wanted)}  {recipe}: {arm}, seed {seed}", flush=True)
-        start = start_of(recipe, variant, runs)
-        overrides = [*start, f"train.num_steps={variant.steps}", f"train.seed={seed}", *ARMS[arm]]
-        train(overrides, folder_of(runs, recipe, arm, seed))
+    if train_missing:
+        starts = {recipe: start_of(recipe, variant, runs) for recipe in variant.recipes}
+        train_missing(
+            [
+                (
+                    f"{recipe}: {arm}, seed {seed}",
+                    [*starts[recipe], f"train.num_steps={variant.steps}", f"train.seed={seed}", *ARMS[arm]],
+                    folder_of(runs, recipe, arm, seed),
+                )
+                for recipe, arm, seed in wanted
+            ]
+        )
     found = [
         Run(recipe, arm, seed, folder)
         for recipe, arm, seed in wanted
@@ -123,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = summarise(found)
     runs.mkdir(parents=True, exist_ok=True)
     (runs / "results.json").write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
-    print(write_tables(results, runs / "tables.md"))
+    return write_tables(results, runs / "tables.md")
 
 
 if __name__ == "__main__":

@@ -95,25 +95,29 @@ def run_part(
     runs: Path,
     *,
     start_of: Callable[[str, Variant, Path], list[str]],
-    train: Callable[[Sequence[str], Path], bool],
-    tables_only: bool,
+    train_all: Callable[[Sequence[tuple[str, Sequence[str], Path]]], None] | None,
 ) -> str:
     """Run what is missing, and write the table.
 
     Args:
         runs: folder of all runs.
         start_of: makes a supervised start, and returns what loads it.
-        train: trains with overrides in a folder, unless that run is complete.
-        tables_only: run nothing.
+        train_all: trains those of the runs (what to print, overrides, folder) that are not complete; None: run nothing.
     """
     runs_wanted = list(wanted())
-    for number, (_, name, arm, seed) in enumerate(runs_wanted, 1):
-        if tables_only:
-            break
-        print(f"{number}/{len(runs_wanted)}  {name}: {arm}, seed {seed}", flush=True)
-        variant = Variant(steps=STEPS, seeds=SEEDS, recipes={}, overrides=SETTINGS[name].of_start)
-        overrides = overrides_of(SETTINGS[name], arm, seed, start_of(RECIPE, variant, runs))
-        train(overrides, folder_of(runs, name, arm, seed))
+    if train_all:
+        variants = {name: Variant(STEPS, SEEDS, recipes={}, overrides=one.of_start) for name, one in SETTINGS.items()}
+        starts = {name: start_of(RECIPE, variant, runs) for name, variant in variants.items()}
+        train_all(
+            [
+                (
+                    f"{name}: {arm}, seed {seed}",
+                    overrides_of(SETTINGS[name], arm, seed, starts[name]),
+                    folder_of(runs, name, arm, seed),
+                )
+                for _, name, arm, seed in runs_wanted
+            ]
+        )
     found = [
         Run(label, arm, seed, folder)
         for label, name, arm, seed in runs_wanted

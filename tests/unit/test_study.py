@@ -121,7 +121,7 @@ def test_the_search_compares_seed_by_seed(tmp_path: Path) -> None:
     first, second = list(search.SETTINGS)[:2]
     folders = []
 
-    def train(overrides: Sequence[str], folder: Path) -> bool:
+    def train(_: str, overrides: Sequence[str], folder: Path) -> None:
         folders.append(folder)
         if set(search.SETTINGS[first].overrides) <= set(overrides):
             seed = next(int(one.removeprefix("train.seed=")) for one in overrides if one.startswith("train.seed="))
@@ -130,9 +130,8 @@ def test_the_search_compares_seed_by_seed(tmp_path: Path) -> None:
             rows[-1] |= {"eval/score": score}
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return True
 
-    text = search.run_part(tmp_path, start_of=lambda *_: [], train=train, tables_only=False)
+    text = search.run_part(tmp_path, start_of=lambda *_: [], train_all=lambda runs: [train(*run) for run in runs])
     num_first = 2 * len(search.SETTINGS) * len(search.SEEDS)
     assert len(set(folders)) == len(folders) == num_first + 4 * len(search.NEW_SEEDS)
     row = next(line for line in text.splitlines() if line.startswith(f"| {first} | {search.ORACLE} | 3 | - | "))
