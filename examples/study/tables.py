@@ -73,9 +73,9 @@ class Run:
 
     @staticmethod
     def steps_done(folder: Path) -> int:
-        """Steps that a folder's metrics hold."""
+        """Steps that a folder's metrics hold; a line that is being written, or was torn, does not count."""
         path = folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def rows(self) -> list[Row]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.study import __main__ as study  # noqa: E402
 from examples.study import search  # noqa: E402
 from examples.study.__main__ import CONFIG, folder_of  # noqa: E402
 from examples.study.arms import ARMS, RECIPE_OVERRIDES, RECIPES, VARIANTS  # noqa: E402
 from examples.study.tables import FIRST_STEP, Run, summarise, write_tables  # noqa: E402
 from megatron_calclip.config_file import load_config  # noqa: E402
+from megatron_calclip.errors import UserError  # noqa: E402
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -131,10 +135,65 @@ def test_the_search_compares_seed_by_seed(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    text = search.run_part(tmp_path, start_of=lambda *_: [], train_all=lambda runs: [train(*run) for run in runs])
+    def train_all(runs: Sequence[tuple[str, Sequence[str], Path]]) -> None:
+        for run in runs:
+            train(*run)
+
+    text = search.run_part(tmp_path, start_of=lambda *_: [], train_all=train_all)
     num_first = 2 * len(search.SETTINGS) * len(search.SEEDS)
     assert len(set(folders)) == len(folders) == num_first + 4 * len(search.NEW_SEEDS)
     row = next(line for line in text.splitlines() if line.startswith(f"| {first} | {search.ORACLE} | 3 | - | "))
     assert "| 0.6 ± " in row and "| 0.02 ± " in row and row.endswith("| 0 ± 0 |")
     assert second not in text and f"- {first}: reward of *fp8, oracle* less that of *fp8* 0.02 ± " in text
     assert (tmp_path / "tables.md").read_text() == text + "\n"
+
+
+def test_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as asked for at a time, each once; what is complete is not run again."""
+    wanted = [(f"run {one}", ["train.num_steps=2"], tmp_path / str(one)) for one in range(5)]
+    wanted[3][2].mkdir()
+    (wanted[3][2] / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    together, begun = threading.Barrier(2, timeout=60), []
+
+    def call(command: Sequence[str], output: Path) -> None:
+        begun.append(output.parent)
+        together.wait()  # breaks unless two run at a time, which four runs do twice
+
+    monkeypatch.setattr(study, "call", call)
+    study.train_all(wanted, jobs=2)
+    assert sorted(begun) == [folder for *_, folder in wanted if folder.name != "3"]
+
+
+def test_a_failed_run_begins_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one beside it ends, so that nothing of it is lost."""
+    wanted = [(f"run {one}", ["train.num_steps=2"], tmp_path / str(one)) for one in range(50)]
+    begun, ended, failing = [], [], threading.Event()
+
+    def call(command: Sequence[str], output: Path) -> None:
+        name = output.parent.name
+        begun.append(name)
+        if name == "0":
+            failing.wait(60)
+            raise UserError(str(output), "ends with what went wrong")
+        failing.set()
+        time.sleep(0.5)
+        ended.append(name)
+
+    monkeypatch.setattr(study, "call", call)
+    with pytest.raises(UserError, match="what went wrong"):
+        study.train_all(wanted, jobs=2)
+    assert "1" in ended and sorted(begun) == sorted([*ended, "0"]) and "49" not in begun
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("", 0), ('{"step": 1}\n', 1), ('{"step": 1}\n{"step": 2}\n{"st', 2), ('{"st', 0)]
+)
+def test_steps_of_a_run_that_is_being_written(tmp_path: Path, text: str, steps: int) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert Run.steps_done(tmp_path) == steps
+
+
+def test_jobs_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        study.main(["--jobs", "0"])
+    assert "--jobs must be at least 1" in capsys.readouterr().err
