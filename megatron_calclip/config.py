@@ -164,7 +164,7 @@ class VllmConfig:
     launch: bool = False
     """Start servers on rank 0's machine, and end them with the run."""
     python: Text | None = None
-    """Interpreter that has vLLM, for `launch`; null: this one."""
+    """Interpreter that has vLLM, for `launch` and `megatron-calclip serve`; null: this one."""
     num_servers: PositiveInt = 1
     """Servers to start."""
     first_port: Annotated[Int, Field(ge=1024, le=65000)] = 8400
@@ -266,7 +266,8 @@ class RewardConfig:
     name: Text = "exact"
     """`exact` (the completion equals the answer), `scratchpad` (for that task), `math` (the boxed answer equals the
     reference mathematically), `code` (the program passes the tests), or the dotted path `package.module.function` of
-    your own: called with a `rewards.RewardSample`, returns a number, or a dictionary with `reward` and other parts."""
+    your own: called with a `rewards.RewardSample`, returns a number, or a dictionary with `reward` and other parts.
+    Where data.train names a layout, the one that its answers are for, or your own."""
     math: MathRewardConfig = field(default_factory=MathRewardConfig)
     """Settings of `math`."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
@@ -460,7 +461,8 @@ class PrecisionConfig:
     format: Literal["auto", "hybrid", "e4m3"] = "auto"
     """hybrid: E4M3 forward, E5M2 gradients; auto: hybrid with per-tensor scales, else e4m3."""
     backend: Literal["auto", "te", "scaled_mm", "emulated"] = "auto"
-    """Who computes: TransformerEngine, torch._scaled_mm, or exact codes anywhere; auto: the first able."""
+    """Who computes: TransformerEngine, torch._scaled_mm, or exact codes anywhere; auto: te where it is installed beside
+    a GPU, else scaled_mm where it has the recipe, else emulated. What te cannot do is an error, never a silent change."""
     power_of_two_scales: bool | None = None
     """Round scales down to powers of two; null: the recipe's own (yes but for per-tensor scales)."""
     amax_history_length: PositiveInt = 1024
@@ -473,7 +475,7 @@ class PrecisionConfig:
     """te: each shard's own amax where TransformerEngine takes that; global: reduced over the TP ranks."""
     fp8_param: bool = False
     """Keep the decoder's weights in FP8 between steps (FP32 masters stay in the optimizer); needs
-    params_dtype bf16, and means nothing without an FP8 recipe."""
+    params_dtype bf16 and an FP8 recipe."""
     first_last_layers_bf16: NonNegativeInt = 0
     """This many layers at each end stay in BF16."""
     output_layer: bool = False

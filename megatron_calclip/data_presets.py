@@ -13,10 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_calclip.errors import UserError
 from megatron_calclip.rewards.extraction import find_boxes
+from megatron_calclip.rewards.scorer import BUILT_IN
 from megatron_calclip.tasks import Row
+
+if TYPE_CHECKING:
+    from megatron_calclip.config import Config
 
 RawMapping = Mapping[str, Any]
 
@@ -32,6 +37,21 @@ _LARGEST_EXACT_FLOAT = 2.0**53
 
 class NotOfThisLayout(ValueError):
     """A row of another kind in a mixed file: left out and counted, never an error."""
+
+
+def check_training_reward(config: Config) -> None:
+    """Whether a run's reward can read the answers of its training set's layout.
+
+    Raises:
+        UserError: when it is another built-in reward than the layout's.
+    """
+    layout = config.data.train.partition("=")[0]
+    preset, name = PRESETS.get(layout), config.reward.name
+    if preset is not None and name in BUILT_IN and name != preset.reward:
+        raise UserError(
+            "reward.name",
+            f"{name} cannot score the answers of layout {layout}; use {preset.reward}, or a function of your own",
+        )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_yaml, launch_world_size, load_config
+from megatron_calclip.data_presets import check_training_reward
 from megatron_calclip.errors import EXIT_FAILED, UserError
 
 # How long a rank keeps to itself what may be another rank's to report. When one has failed, torchrun ends the
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         world_size = None if arguments.dry_run else launch_world_size()
         config = load_config(arguments.config, arguments.overrides, world_size=world_size)
+        check_training_reward(config)
         if arguments.dry_run:
             if _rank() == 0:
                 _dry_run(config)

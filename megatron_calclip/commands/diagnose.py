@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # usage errors come before heavy imports
     from megatron_calclip.diagnosis import Report
     from megatron_calclip.diagnosis_passes import Model
     from megatron_calclip.learner.runtime import Runtime
+    from megatron_calclip.weights.mapping import ModelShape
 
 FP32_SCALES = "power_of_two_scales=false"
 DEFAULT_RECIPES = (
@@ -43,7 +44,11 @@ DEFAULT_RECIPES = (
     f"blockwise:{FP32_SCALES}",
     "mxfp8",
 )
-_BF16 = ("precision.recipe=bf16", "precision.fp8_param=false", "precision.output_layer=false")
+# Answers, too, are sampled in BF16: their tokens should not depend on the sampler's noise.
+_BF16 = (
+    *("precision.recipe=bf16", "precision.fp8_param=false", "precision.output_layer=false"),
+    "rollout.precision=bf16",
+)
 # What belongs to one recipe must not be inherited by another.
 _OWN = ("precision.format=auto", "precision.power_of_two_scales=null")
 
@@ -209,6 +214,8 @@ def diagnose(arguments: argparse.Namespace, reference: Config, variants: Sequenc
 
     tokenizer = load_tokenizer(reference.model)
     hf_config = load_hf_config(reference, tokenizer)
+    shape = ModelShape.from_hf_config(hf_config)
+    variants = able(variants, shape, asked_for=bool(arguments.recipes), say=say)
     model = Model.open(arguments.model, hf_config)
     num_prompts = arguments.num_prompts
     prompts = train_stream(reference, tokenizer).take(0, num_prompts)
@@ -230,10 +237,42 @@ def diagnose(arguments: argparse.Namespace, reference: Config, variants: Sequenc
     )
     reports = []
     for name, config in variants:
-        for line in remarks(config, ModelShape.from_hf_config(hf_config)):
+        for line in remarks(config, shape):
             say(f"{name}: {line}")
         reports.append(diagnosis.measure(name, config))
     return diagnosis.report(reports)
+
+
+def able(
+    variants: Sequence[Variant], shape: ModelShape, *, asked_for: bool, say: Callable[[str], None]
+) -> list[Variant]:
+    """Those of the recipes that this device can compute, before any is measured.
+
+    Args:
+        variants: the recipes.
+        shape: the model.
+        asked_for: they were named, so that one which cannot be computed is an error; else it is left out, and said.
+        say: prints a line.
+
+    Raises:
+        UserError: for a recipe that was asked for, or when none is left.
+    """
+    from megatron_calclip.precision.backend import check
+
+    found = []
+    for one in variants:
+        try:
+            check(one.config, shape)
+            found.append(one)
+        except UserError as error:
+            if asked_for:
+                raise UserError(f"--recipe {one.name}", str(error)) from None
+            say(f"left out: {one.name}: {error}")
+    if not found:
+        raise UserError(
+            "--recipe", "none of the default recipes can be computed here; see the lines above, and name one"
+        )
+    return found
 
 
 def given_answers(config: Config, tokenizer: Any, prompts: Sequence[Any]) -> Trajectories:

@@ -54,7 +54,11 @@ def choose(precision: PrecisionConfig) -> Literal["te", "scaled_mm", "emulated"]
         if not transformer_engine_present():
             raise UserError(
                 "precision.backend",
-                "te needs TransformerEngine and a GPU; pip install 'megatron-calclip[gpu]', or use emulated",
+                "te needs TransformerEngine and a GPU; see docs/install.md, or use emulated",
+            )
+        if capability < _FP8_CAPABILITY:
+            raise UserError(
+                "precision.recipe", f"{recipe} with te needs an Ada GPU or newer; use bf16, or backend: emulated"
             )
         if recipe == "mxfp8" and capability < _MXFP8_CAPABILITY:
             raise UserError(

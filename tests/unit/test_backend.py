@@ -105,6 +105,9 @@ def test_backends_that_are_not_there(machine: Any) -> None:
     refused("precision.recipe", config("mxfp8"), "Blackwell")
     machine(ADA, te=True)
     refused("precision.recipe", config("blockwise"), "Hopper")
+    machine(AMPERE, te=True)
+    refused("precision.recipe", config("tensorwise"), "Ada", "emulated")
+    check(config("tensorwise", backend="emulated"), SHAPE)
 
 
 @pytest.mark.parametrize(

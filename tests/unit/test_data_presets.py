@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_calclip.config import DataConfig
+from megatron_calclip.config import Config, DataConfig, RewardConfig
 from megatron_calclip.data_files import DATA_VARIABLE
-from megatron_calclip.data_presets import PRESETS, NotOfThisLayout
+from megatron_calclip.data_presets import PRESETS, NotOfThisLayout, check_training_reward
 from megatron_calclip.data_sets import DataSet, counted, duplicate_reasons, load_data_set, overlap_reasons
+from megatron_calclip.errors import UserError
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 TESTS = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
@@ -158,3 +159,21 @@ def test_what_the_sets_at_hand_have_in_common() -> None:
     assert sum(reason is not None for reason in overlap) <= 3
     own = overlap_reasons(at_hand("math500"), [at_hand("math500")])
     assert counted(own) == {"problem of the evaluation set math500, exactly": 500}
+
+
+@pytest.mark.parametrize(
+    ("train", "reward", "right"),
+    [("gsm8k=x.jsonl", "exact", "math"), ("math500", "code", "math"), ("apps=x.jsonl", "math", "code")],
+)
+def test_a_reward_that_cannot_read_the_layout(train: str, reward: str, right: str) -> None:
+    """It would score 0 throughout."""
+    with pytest.raises(UserError, match=rf"^reward.name: {reward} cannot score .*; use {right}, or a function"):
+        check_training_reward(Config(data=DataConfig(train=train), reward=RewardConfig(reward)))
+
+
+@pytest.mark.parametrize(
+    ("train", "reward"),
+    [("gsm8k=x.jsonl", "math"), ("gsm8k=x.jsonl", "mine.f"), ("gsm8k.jsonl", "exact"), ("arithmetic", "exact")],
+)
+def test_a_reward_that_can(train: str, reward: str) -> None:
+    check_training_reward(Config(data=DataConfig(train=train), reward=RewardConfig(reward)))

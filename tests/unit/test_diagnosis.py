@@ -16,6 +16,7 @@ from rich.console import Console
 from megatron_calclip import cli
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.commands import diagnose
+from megatron_calclip.config import Config
 from megatron_calclip.diagnosis import (
     ClipShares,
     LayerNoise,
@@ -227,3 +228,25 @@ def test_a_variant_keeps_nothing_of_another_recipe() -> None:
     assert not config.precision.fp8_param
     with pytest.raises(UserError, match=r"^precision.power_of_two_scales: "):
         diagnose.variant("mxfp8:power_of_two_scales=false", "tiny_cpu", [])
+
+
+def test_recipes_that_a_device_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the default ones they are left out, and said; one that was asked for is an error, before any is measured."""
+    names = ["tensorwise", "rowwise", "mxfp8"]
+    variants = [diagnose.variant(name, "tiny_cpu", []) for name in names]
+    refused = {"rowwise", "mxfp8"}
+
+    def check(config: Config, shape: object) -> None:
+        if config.precision.recipe in refused:
+            raise UserError("precision.recipe", "cannot be computed here; use another")
+
+    monkeypatch.setattr("megatron_calclip.precision.backend.check", check)
+    said: list[str] = []
+    kept = diagnose.able(variants, object(), asked_for=False, say=said.append)
+    assert [one.name for one in kept] == ["tensorwise"]
+    assert [line.split(":")[1] for line in said] == [" rowwise", " mxfp8"] and "use another" in said[0]
+    with pytest.raises(UserError, match=r"^--recipe rowwise: precision.recipe: cannot be computed here"):
+        diagnose.able(variants, object(), asked_for=True, say=said.append)
+    refused.add("tensorwise")
+    with pytest.raises(UserError, match=r"^--recipe: none of the default recipes"):
+        diagnose.able(variants, object(), asked_for=False, say=said.append)
