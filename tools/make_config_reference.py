@@ -41,6 +41,13 @@ Every setting with its type and range, its default, and what it means. A configu
 may start from another one (`extends: FILE`), and the command line comes last (`section.key=value`, the value as YAML). An
 unknown setting, a value out of its range, and values that do not go together end a run before it starts, in one line.
 `torchrun examples/grpo_fp8.py CONFIG --dry-run` prints a configuration with all its defaults.
+
+| environment variable | what |
+|---|---|
+| `MEGATRON_CALCLIP_DATA` | folder in which names of data files are looked up that are not found from the working directory |
+| `MEGATRON_CALCLIP_CACHE` | folder of supervised starts (`model.warm_start`); default `~/.cache/megatron_calclip` |
+| `MEGATRON_CALCLIP_VLLM_KEY` | key of vLLM servers on other machines: [security.md](security.md) |
+| `MEGATRON_CALCLIP_SETTINGS` | YAML file with the settings of the verl hook: [verl](integrations/verl.md) |
 """
 
 

@@ -1,7 +1,7 @@
 """`megatron-calclip eval`: Avg@n, pass@k and maj@n of a model on sets of problems, with intervals, in one command.
 
     megatron-calclip eval MODEL --sets aime24 math500 gsm8k=test.jsonl --n 32 --temperature 0.6 --out results/math
-    torchrun --nproc-per-node 8 --no-python megatron-calclip eval RUN_DIR/step_200 --sets aime25 --n 32 --out results/step_200
+    torchrun --nproc-per-node 8 --no-python megatron-calclip eval RUN_DIR/step_200 -- --sets aime25 --n 32 --out results/step_200
 
 MODEL is a HF folder, a run's folder (its newest checkpoint), or one checkpoint of it. A run is evaluated under its own
 configuration, a HF folder under the defaults, with its tokenizer's chat template where there is one; `--config` and `--set`

@@ -25,7 +25,7 @@ from megatron_calclip.integrations import require
 from megatron_calclip.integrations.controller import Measurement, PairedLogProbs, epsilons, settings_from
 
 _FRAMEWORK, _HOW = (
-    "NeMo-RL (0.7.0, or its main branch)",
+    "NeMo-RL (its main branch of August 2026 or later)",
     "put a checkout of it on PYTHONPATH, since its wheel is a placeholder",
 )
 interfaces = require("nemo_rl.algorithms.loss.interfaces", framework=_FRAMEWORK, how=_HOW)
