@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_calclip.algorithms.bootstrap import sample_sequences
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration import CalibrationReport, ClipCalibrator
-from megatron_calclip.algorithms.gspo import sequence_log_ratio
+from megatron_calclip.algorithms.gspo import SequenceLevel, sequence_level
 from megatron_calclip.algorithms.overclip import (
     ENTROPY_EDGES,
     LENGTH_EDGES,
@@ -167,7 +167,9 @@ class CalibrationLoop:
             measured = sample_sequences(trajectories.sample_ids, fraction=fraction, seed=step)
             prepared = self.learner.pack_plan(trajectories, prepared.plan.only(measured.tolist()))
         count = len(prepared.minibatches)
-        minibatches = tuple(range(count)) if self.settings.minibatches == "all" else (count - 1,)
+        # The oracle clips every mini-batch by its BF16 ratios.
+        every = self.settings.minibatches == "all" or self.config.algorithm.loss == "oracle"
+        minibatches = tuple(range(count)) if every else (count - 1,)
         sequence_mode = self.settings.mode == "sequence"
         num_units = trajectories.num_sequences if sequence_mode else trajectories.num_response_tokens
         # Of whole sequences, which context parallelism divides among ranks.
@@ -221,16 +223,16 @@ class CalibrationLoop:
         minibatch: int,
         result: UpdateResult,
         *,
-        weights_unmoved: bool,
+        update: int,
         bounds: ClipBounds,
     ) -> None:
-        """Add one update's paired ratios to the statistics and instruments."""
+        """Add the paired ratios of an update (counted in the step, from 0) to the statistics and instruments."""
         if minibatch not in measurement.minibatches or not self.learner.runtime.reports_tokens:
             return
         for record in result.extras:
-            self._add(measurement, minibatch, record, weights_unmoved=weights_unmoved, bounds=bounds)
+            self._add(measurement, minibatch, record, update=update, bounds=bounds)
 
-    def _add(self, m: Measurement, minibatch: int, record: Any, *, weights_unmoved: bool, bounds: ClipBounds) -> None:
+    def _add(self, m: Measurement, minibatch: int, record: Any, *, update: int, bounds: ClipBounds) -> None:
         index = record.index
         mask = m.measured[m.tokens.sequence_ids[index]]
         local_ids = m.tokens.sequence_ids[index]
@@ -243,14 +245,24 @@ class CalibrationLoop:
             response_mask=mask,
             sequence_ids=m.trajectories.sample_ids[local_ids],
         )
-        log_probs16 = m.shadow_new[index]
+        log_probs16, ratio16 = m.shadow_new[index], common["ratio16"]
         if self.settings.mode == "sequence":
-            self._add_sequences(m, index, local_ids, weights_unmoved=weights_unmoved, ratio8=common["ratio8"])
+            # GSPO clips whole sequences, in both precisions: each token has its sequence's ratio.
+            sequences, slots = torch.unique(local_ids, return_inverse=True)
+            tokens = {name: common[name] for name in SequenceLevel._fields}
+            whole = sequence_level(**tokens, sequence_ids=slots, num_sequences=len(sequences))
+            m.statistics.update(
+                **whole._asdict(),
+                response_mask=m.measured[sequences],
+                sequence_ids=m.trajectories.sample_ids[sequences],
+                weights_unmoved=update == 0,
+            )
+            ratio16 = whole.ratio16[slots]
         else:
-            m.statistics.update(**common, weights_unmoved=weights_unmoved)
+            m.statistics.update(**common, weights_unmoved=update == 0)
         pairs = PairedRatios(
             ratio8=common["ratio8"],
-            ratio16=common["ratio16"],
+            ratio16=ratio16,
             advantages=common["advantages"],
             response_mask=mask,
             bounds8=bounds,
@@ -280,36 +292,11 @@ class CalibrationLoop:
                     settings=self.settings,
                     weight_scale=m.trajectories.num_response_tokens / len(m.prepared.minibatches),
                     minibatch=minibatch,
+                    update=update,
                     entropy=record.entropy.cpu(),
                     **common,
                 )
             )
-
-    def _add_sequences(
-        self, m: Measurement, index: Tensor, local_ids: Tensor, *, weights_unmoved: bool, ratio8: Tensor
-    ) -> None:
-        """GSPO: one ratio per sequence in place of one per token."""
-        sequences, slots = torch.unique(local_ids, return_inverse=True)
-        whole = torch.ones_like(local_ids, dtype=torch.bool)
-        log_ratio16 = sequence_log_ratio(
-            m.shadow_new[index], m.shadow_old[index], whole, slots, num_sequences=len(sequences)
-        )
-        first = torch.zeros(len(sequences), dtype=torch.int64).scatter_(0, slots, torch.arange(len(slots)))
-
-        def per_sequence(values: Tensor) -> Tensor:
-            return values[first]
-
-        weights = torch.zeros(len(sequences)).index_add_(0, slots, m.tokens.loss_weights[index])
-        m.statistics.update(
-            per_sequence(ratio8),
-            log_ratio16.exp(),
-            advantages=per_sequence(m.tokens.advantages[index]),
-            importance_weights=per_sequence(m.tokens.importance.weights[index]),
-            loss_weights=weights,
-            response_mask=m.measured[sequences],
-            sequence_ids=m.trajectories.sample_ids[sequences],
-            weights_unmoved=weights_unmoved,
-        )
 
     def finish(self, measurement: Measurement) -> dict[str, float]:
         """Reduce, calibrate where due, write the step's record; returns its metrics."""

@@ -198,7 +198,7 @@ class Trainer:
         with watch.stage("update"):
             self.learner.begin_step()
             bounds = self.calibration.bounds
-            updates, measured = self.update(prepared, batch, bounds)
+            updates, measured, bounds = self.update(prepared, batch, bounds)
         self.step += 1
         self.calibration.ledger.run_tokens += trajectories.tokens.numel()
         with watch.stage("rollout"):
@@ -276,11 +276,11 @@ class Trainer:
 
     def update(
         self, prepared: PreparedBatch, batch: TrainingBatch, bounds: ClipBounds
-    ) -> tuple[list[UpdateResult], dict[str, float]]:
+    ) -> tuple[list[UpdateResult], dict[str, float], ClipBounds]:
         """`num_epochs` passes of `num_minibatches` optimizer steps, with shadow passes where the step is measured.
 
         Returns:
-            the updates, and what a measured step adds to the metrics.
+            the updates, what a measured step adds to the metrics, and the bounds of the last update.
         """
         algorithm, calibration = self.config.algorithm, self.calibration
         minibatches = [prepared.plan.sequences(index) for index in range(algorithm.num_minibatches)]
@@ -320,9 +320,9 @@ class Trainer:
                         grad_norm=result.grad_norm,
                     )
                 if measurement is not None:
-                    calibration.after_update(measurement, index, result, weights_unmoved=unmoved, bounds=bounds)
+                    calibration.after_update(measurement, index, result, update=len(results), bounds=bounds)
                 results.append(result)
-        return results, calibration.finish(measurement) if measurement is not None else {}
+        return results, calibration.finish(measurement) if measurement is not None else {}, bounds
 
     @property
     def skips_on_policy_check(self) -> bool:

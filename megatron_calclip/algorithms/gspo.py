@@ -2,43 +2,73 @@
 
 What: the geometric mean of the token ratios takes the place of each of them, so that whole sequences are kept
 or clipped. Its usual clip range is a few 1e-4 wide. Left out on purpose: calibration of that range, which
-works on `sequence_log_ratio`.
+works on `sequence_level`.
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.policy_loss import LossInputs, LossOutput, surrogate, token_log_ratio
-from megatron_calclip.algorithms.ratio import bounded_exp, masked_log_ratio, sequence_mean
+from megatron_calclip.algorithms.ratio import bounded_exp, sequence_mean
 
 GSPOVariant = Literal["sequence", "token"]
 
 
-def sequence_log_ratio(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    response_mask: Tensor,
-    sequence_ids: Tensor,
+class SequenceLevel(NamedTuple):
+    """Sequences as GSPO's clip sees them, each as one token; all float32 [N]."""
+
+    ratio8: Tensor
+    ratio16: Tensor
+    advantages: Tensor
+    importance_weights: Tensor
+    loss_weights: Tensor
+
+
+def sequence_level(
     *,
+    ratio8: Tensor,
+    ratio16: Tensor,
+    advantages: Tensor,
+    importance_weights: Tensor,
+    loss_weights: Tensor,
+    sequence_ids: Tensor,
     num_sequences: int,
-) -> Tensor:
-    """log s_i: the mean token log-ratio of each sequence (arXiv 2507.18071, eq. 7).
+) -> SequenceLevel:
+    """Whole sequences in place of their tokens, for calibration: what the loss makes of them is unchanged.
+
+    Ratios are geometric means. The loss adds loss weight times importance weight times surrogate over the tokens, and the last
+    is one number for a sequence: so loss weights add up, and importance weights are averaged by them.
 
     Args:
-        log_probs: [T] nats.
-        old_log_probs: [T] nats.
-        response_mask: bool [T].
-        sequence_ids: int64 [T]; each sequence must be whole.
-        num_sequences: N, sequences of this batch.
-
-    Returns:
-        [N] nats per token, 0 for a sequence without response tokens.
+        ratio8: [T]; a sequence's own ratio on each of its tokens gives that ratio again.
+        ratio16: [T].
+        advantages: [T], constant within a sequence.
+        importance_weights: [T].
+        loss_weights: [T].
+        sequence_ids: int64 [T], below N; each sequence whole and with a token at least.
+        num_sequences: N.
     """
-    log_ratio = masked_log_ratio(log_probs, old_log_probs, response_mask)
-    return sequence_mean(log_ratio, response_mask, sequence_ids, num_sequences=num_sequences)
+
+    def total(values: Tensor) -> Tensor:
+        zeros = torch.zeros(num_sequences, dtype=torch.float64)
+        return zeros.index_add_(0, sequence_ids, values.double())
+
+    lengths, weights = total(torch.ones_like(ratio8)), total(loss_weights)
+
+    def mean(values: Tensor) -> Tensor:
+        return total(values) / lengths
+
+    importance = torch.where(weights > 0, total(importance_weights * loss_weights) / weights, mean(importance_weights))
+    return SequenceLevel(
+        ratio8=mean(ratio8.double().log()).exp().float(),
+        ratio16=mean(ratio16.double().log()).exp().float(),
+        advantages=mean(advantages).float(),
+        importance_weights=importance.float(),
+        loss_weights=weights.float(),
+    )
 
 
 def gspo_surrogate(

@@ -27,12 +27,13 @@ from megatron_calclip.algorithms.bounds import ClipBounds
 from megatron_calclip.algorithms.calibration import ClipCalibrator
 from megatron_calclip.algorithms.calibration_report import CalibrationReport, Status
 from megatron_calclip.algorithms.calibration_settings import CalibrationSettings
+from megatron_calclip.algorithms.gspo import SequenceLevel, sequence_level
 from megatron_calclip.algorithms.statistics import RatioStatistics
 
 _HEADER = "megatron_calclip.calibration_dump"
 """Key of the JSON header in the metadata of a file."""
 _PER_TOKEN = ("ratio8", "ratio16", "advantages", "importance_weights", "loss_weights", "entropy")
-_PER_SEQUENCE = ("sequence_ids", "lengths", "minibatches")
+_PER_SEQUENCE = ("sequence_ids", "lengths", "minibatches", "updates")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class CalibrationDump:
     lengths: Tensor
     """int64 [S]: response tokens of each sequence, at least 1."""
     minibatches: Tensor
-    """int64 [S]: the update of the step, from 0, that each sequence belonged to."""
+    """int64 [S]: the mini-batch, from 0, that each sequence belonged to."""
+    updates: Tensor
+    """int64 [S]: the update of the step, from 0, whose ratios these are; with several epochs a mini-batch has several."""
 
     @classmethod
     def pack(
@@ -75,6 +78,7 @@ class CalibrationDump:
         settings: CalibrationSettings,
         weight_scale: float,
         minibatch: int,
+        update: int,
         ratio8: Tensor,
         ratio16: Tensor,
         advantages: Tensor,
@@ -84,7 +88,7 @@ class CalibrationDump:
         response_mask: Tensor,
         sequence_ids: Tensor,
     ) -> Self:
-        """A dump of some tokens of one mini-batch, without those outside the mask.
+        """A dump of some tokens of one update, without those outside the mask.
 
         The tensors are [T], as for `RatioStatistics.update`, on any device. Join the parts with `merge`.
         """
@@ -108,6 +112,7 @@ class CalibrationDump:
             sequence_ids=ids,
             lengths=lengths,
             minibatches=torch.full_like(ids, minibatch),
+            updates=torch.full_like(ids, update),
         )
 
     @classmethod
@@ -195,28 +200,19 @@ class CalibrationDump:
     def sequence_level(self) -> "CalibrationDump":
         """Each sequence as one token, as GSPO sees it: its ratio is exp of the mean log-ratio.
 
-        Loss weights add up; importance weight, advantage and entropy, constant within a sequence in GSPO, are
-        averaged.
+        The rest is averaged or added up as `gspo.sequence_level` says; entropy is averaged.
         """
-        rows = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
-
-        def total(values: Tensor) -> Tensor:
-            zeros = torch.zeros(self.lengths.numel(), dtype=torch.float64)
-            return zeros.index_add_(0, rows, values.double())
-
-        def mean(values: Tensor) -> Tensor:
-            return total(values) / self.lengths
-
+        num_sequences = self.lengths.numel()
+        rows = torch.arange(num_sequences).repeat_interleave(self.lengths)
+        tokens = {name: getattr(self, name) for name in SequenceLevel._fields}
+        whole = sequence_level(**tokens, sequence_ids=rows, num_sequences=num_sequences)
+        entropy = torch.zeros(num_sequences).index_add_(0, rows, self.entropy.float()) / self.lengths
         return replace(
             self,
-            weight_scale=self.weight_scale * self.lengths.numel() / max(self.num_tokens, 1),
-            ratio8=mean(self.ratio8.double().log()).exp().float(),
-            ratio16=mean(self.ratio16.double().log()).exp().float(),
-            advantages=mean(self.advantages).float(),
-            importance_weights=mean(self.importance_weights).float(),
-            loss_weights=total(self.loss_weights).float(),
-            entropy=mean(self.entropy).half(),
+            weight_scale=self.weight_scale * num_sequences / max(self.num_tokens, 1),
+            entropy=entropy.half(),
             lengths=torch.ones_like(self.lengths),
+            **whole._asdict(),
         )
 
     def prepared(self, settings: CalibrationSettings) -> "CalibrationDump":
@@ -229,8 +225,8 @@ class CalibrationDump:
 
     def update(self, statistics: RatioStatistics) -> None:
         """Add all tokens to statistics."""
-        for minibatch in self.minibatches.unique().tolist():
-            part = self.select(self.minibatches == minibatch)
+        for update in self.updates.unique().tolist():
+            part = self.select(self.updates == update)
             statistics.update(
                 part.ratio8,
                 part.ratio16,
@@ -239,7 +235,7 @@ class CalibrationDump:
                 loss_weights=part.loss_weights,
                 response_mask=torch.ones(part.num_tokens, dtype=torch.bool),
                 sequence_ids=part.sequence_ids.repeat_interleave(part.lengths),
-                weights_unmoved=minibatch == 0,
+                weights_unmoved=update == 0,
             )
 
 

@@ -72,6 +72,7 @@ def check_trainer(checks: Checks, root: Path, _: Path) -> None:
                 f"trainer {name}: step {actual['step']}", repeatable(actual), repeatable(expected), tolerance=1e-5
             )
     check_without_fp8(checks, root)
+    check_other_losses_without_fp8(checks, root)
     check_one_step_off_policy(checks, root, rows["DP2"])
     check_mismatched_old_log_probs(checks, root)
     last = rows["DP2"][-1]
@@ -99,6 +100,46 @@ def check_without_fp8(checks: Checks, root: Path) -> None:
     checks.true("trainer: without FP8 the ratios have no error", all(row["nmae/ratio"] == 0 for row in measured))
     clipped = [multiple for multiple, count in sides if count]
     checks.true(f"trainer: without FP8 multiples are 1 ({clipped})", bool(clipped) and set(clipped) == {1.0})
+
+
+def check_other_losses_without_fp8(checks: Checks, root: Path) -> None:
+    """GSPO clips sequences in both precisions; BAPO's own bounds are shown; the oracle clips every mini-batch."""
+    rows = {}
+    algorithm = SETTINGS["algorithm"] | {"num_epochs": 1, "num_minibatches": 4, "importance": {"level": "token"}}
+    tight = {"measure": "every_step", "reference": [0.99, 1.01]}
+    for name, changes, calibration in (
+        ("gspo", {"loss": "gspo", "clip": {"lower": 1 - 3e-4, "upper": 1 + 4e-4}}, {"measure": "every_step"}),
+        ("bapo", {"loss": "bapo"}, tight),
+        ("oracle", {"loss": "oracle"}, tight),
+        ("oracle-last", {"loss": "oracle"}, tight | {"minibatches": "last"}),
+    ):
+        settings = SETTINGS | {
+            "algorithm": algorithm | changes,
+            "precision": {"params_dtype": "bf16"},
+            "calibration": calibration,
+            "optimizer": {"lr": 2e-2, "epsilon": 1e-4},
+            "train": SETTINGS["train"] | {"num_steps": 1},
+            "eval": {"num_prompts": 8, "every": 0},
+            "run_dir": str(root / name),
+        }
+        config = config_from_dict(settings)
+        with layout(config) as runtime:
+            Trainer(config, runtime).run()
+        rows[name] = json.loads((root / name / "metrics.jsonl").read_text().splitlines()[-1])
+    row = rows["gspo"]
+    clips = [row[f"clip_bf16/num_{side}"] for side in ("low", "high")]
+    wrong = {key: row[key] for key in row if key.startswith(("false_clip/", "missed_clip/")) and row[key] > 0}
+    checks.true(f"trainer gspo: BF16 clips {clips}, {wrong}", sum(clips) > 0 and not wrong and row["nmae/ratio"] < 1e-6)
+    bounds = rows["bapo"]["clip/lower"], rows["bapo"]["clip/upper"]
+    checks.true(
+        f"trainer bapo: its bounds {bounds}", bounds != (rows["oracle"]["clip/lower"], rows["oracle"]["clip/upper"])
+    )
+    one, other = (
+        {key: rows[name][key] for key in ("loss", "grad_norm", "clip/low_negative", "clip/high_positive")}
+        for name in ("oracle", "oracle-last")
+    )
+    checks.true("trainer oracle: it clips", one["clip/low_negative"] + one["clip/high_positive"] > 0)
+    checks.close("trainer oracle: every mini-batch, whatever calibration.minibatches", other, one, tolerance=1e-6)
 
 
 def check_one_step_off_policy(checks: Checks, root: Path, on_policy: list[dict[str, float]]) -> None:

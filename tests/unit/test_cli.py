@@ -32,6 +32,7 @@ def dump_of(step: int, settings: CalibrationSettings = SETTINGS) -> CalibrationD
         settings=settings,
         weight_scale=1.0,
         minibatch=0,
+        update=0,
         ratio8=(0.12 * noise[0] + 0.15 * noise[1]).exp(),
         ratio16=(0.12 * noise[0]).exp(),
         advantages=torch.where(rows % 2 == 0, 1.0, -1.0),

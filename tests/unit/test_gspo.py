@@ -6,7 +6,7 @@ from packed_batches import loss_inputs, random_batch
 
 from megatron_calclip.algorithms.aggregation import loss_weights
 from megatron_calclip.algorithms.bounds import ClipBounds
-from megatron_calclip.algorithms.gspo import gspo_surrogate, sequence_log_ratio
+from megatron_calclip.algorithms.gspo import gspo_surrogate, sequence_level
 
 PPO = ClipBounds(0.8, 1.2)
 VARIANTS = ["sequence", "token"]
@@ -90,15 +90,53 @@ def test_masks_extremes_and_exact_on_policy(variant):
     assert torch.autograd.grad(exact.token_loss.sum(), inputs.log_probs)[0].tolist() == [1.0, 0.0, -1.0, 0.0]
 
 
-def test_sequence_log_ratio_by_hand():
-    log_ratio = sequence_log_ratio(
-        torch.tensor([1.0, 3.0, float("nan"), 5.0]),
-        torch.tensor([0.5, 0.5, 0.0, 1.0]),
-        torch.tensor([True, True, False, True]),
-        torch.tensor([0, 0, 1, 2]),
-        num_sequences=3,
+def test_sequences_as_tokens_by_hand():
+    whole = sequence_level(
+        ratio8=torch.tensor([4.0, 1.0, 3.0, 5.0]),
+        ratio16=torch.tensor([1.0, 1.0, 1.0, 0.5]),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -2.0]),
+        importance_weights=torch.tensor([2.0, 0.5, 1.0, 1.5]),
+        loss_weights=torch.tensor([0.25, 0.5, 0.0, 0.0]),  # none at all: the importance weight does not matter
+        sequence_ids=torch.tensor([0, 0, 1, 1]),
+        num_sequences=2,
     )
-    assert log_ratio.tolist() == [1.5, 0.0, 4.0]
+    assert whole.ratio8.tolist() == pytest.approx([2.0, 15**0.5])
+    assert whole.ratio16.tolist() == pytest.approx([1.0, 0.5**0.5])
+    assert whole.advantages.tolist() == [1.0, -0.5]
+    assert whole.loss_weights.tolist() == [0.75, 0.0]
+    assert whole.importance_weights.tolist() == pytest.approx([(2 * 0.25 + 0.5 * 0.5) / 0.75, 1.25])
+
+
+def test_sequences_as_tokens_leave_the_loss_as_it_is():
+    """Importance weights of single tokens (`algorithm.importance.level: token`) included."""
+    inputs = random_batch(3).inputs
+    sequences, mask = inputs.sequence_ids, inputs.response_mask
+    inputs = loss_inputs(
+        (inputs.log_probs - inputs.old_log_probs).detach(),
+        torch.linspace(-1, 1, 6, dtype=torch.float64)[sequences],
+        sequence_ids=sequences,
+        mask=mask,
+        weights=torch.rand(sequences.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    )
+    weights = loss_weights(mask, sequences, aggregation="sequence_mean", num_tokens=int(mask.sum()), num_sequences=6)
+    output = gspo_surrogate(inputs, ClipBounds(0.9, 1.1))
+    loss = (weights * output.token_loss)[mask].sum()
+    present, rows = torch.unique(sequences[mask], return_inverse=True)
+    ratio = output.ratio[mask].detach()
+    whole = sequence_level(
+        ratio8=ratio,
+        ratio16=ratio,
+        advantages=inputs.advantages[mask],
+        importance_weights=inputs.importance_weights[mask],
+        loss_weights=weights[mask],
+        sequence_ids=rows,
+        num_sequences=len(present),
+    )
+    torch.testing.assert_close(whole.ratio8, whole.ratio16)
+    advantages = whole.advantages
+    clipped = torch.minimum(whole.ratio8 * advantages, whole.ratio8.clamp(0.9, 1.1) * advantages)
+    expected = -(whole.loss_weights * whole.importance_weights * clipped).sum()
+    torch.testing.assert_close(loss.float(), expected)
 
 
 def test_unknown_variant():

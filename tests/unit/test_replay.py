@@ -1,7 +1,7 @@
 """Dumps survive the disk unchanged and compactly; a replay equals the calibration it replays."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ def dump_of(step: int, *, num_minibatches: int = 2) -> CalibrationDump:
             settings=SETTINGS,
             weight_scale=SCALE,
             minibatch=index,
+            update=index,
             **minibatch(100 * step + index),
         )
         for index in range(num_minibatches)
@@ -102,7 +103,7 @@ def test_round_trip_is_exact_and_compact(tmp_path):
 @pytest.mark.parametrize("settings", [CalibrationSettings.paper("dapo"), CalibrationSettings.robust("gspo")])
 def test_settings_survive_json(tmp_path, settings):
     part = CalibrationDump.pack(
-        step=3, bounds=settings.start, settings=settings, weight_scale=1.0, minibatch=0, **minibatch(1)
+        step=3, bounds=settings.start, settings=settings, weight_scale=1.0, minibatch=0, update=0, **minibatch(1)
     )
     part.save(tmp_path / "dump")
     assert CalibrationDump.load(tmp_path / "dump").settings == settings
@@ -188,6 +189,7 @@ def test_sequence_level_by_hand():
         settings=SETTINGS,
         weight_scale=8.0,
         minibatch=0,
+        update=0,
         # Geometric means: sqrt(0.5 * 2) = 1 and 0.25; sqrt(4 * 1) = 2 and 1.
         ratio8=torch.tensor([0.5, 2.0, 0.25]),
         ratio16=torch.tensor([4.0, 1.0, 1.0]),
@@ -217,6 +219,7 @@ def test_next_clips_by_hand():
         settings=SETTINGS,
         weight_scale=1.0,
         minibatch=0,
+        update=0,
         # A < 0 at L = 0.6 (FP8) and 0.8 (BF16): both, only FP8 (at equality), only BF16, neither.
         # A > 0 at H = 1.5 and 1.2: only FP8, both, neither. A = 0 counts nowhere.
         ratio8=torch.tensor([0.5, 0.5, 0.7, 1.0, 1.5, 3.0, 1.0, 0.1]),
@@ -262,3 +265,28 @@ def test_last_dump_alone_has_no_next():
     row = replay([dump_of(20)], SETTINGS).as_row()
     assert row["next_lower_multiple"] is None
     assert row["next_upper_false_clips"] is None
+
+
+def test_only_the_first_update_has_unmoved_weights():
+    """With several epochs the first mini-batch comes again, at weights that have moved."""
+    epochs = [
+        CalibrationDump.pack(
+            step=1,
+            bounds=SETTINGS.start,
+            settings=SETTINGS,
+            weight_scale=SCALE,
+            minibatch=0,
+            update=update,
+            **{**batch, "ratio8": torch.ones_like(batch["ratio8"])} if update == 0 else batch,
+        )
+        for update, batch in ((0, minibatch(1)), (2, minibatch(1)))
+    ]
+    calibrator = ClipCalibrator(SETTINGS)
+    statistics = calibrator.new_statistics(weight_scale=SCALE)
+    CalibrationDump.merge(epochs).update(statistics)
+    lines = calibrator.calibrate(statistics, 1).log_lines
+    assert not any("although no weight has moved" in line for line in lines), lines
+    moved = replace(epochs[1], updates=torch.zeros_like(epochs[1].updates))
+    statistics = calibrator.new_statistics(weight_scale=SCALE)
+    moved.update(statistics)
+    assert any("although no weight has moved" in line for line in calibrator.calibrate(statistics, 2).log_lines)

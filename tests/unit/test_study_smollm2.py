@@ -134,6 +134,7 @@ def dump_of(
         sequence_ids=torch.arange(count),
         lengths=torch.full((count,), 2),
         minibatches=torch.ones(count, dtype=torch.int64),
+        updates=torch.ones(count, dtype=torch.int64),
     )
 
 
