@@ -208,7 +208,7 @@ class RolloutConfig:
     canary_prompts: Annotated[Int, Field(ge=0, le=64)] = 4
     """Prompts that sampler and learner both score after every weight sync, to see that they agree; 0: none."""
     max_batch_size: PositiveInt = 256
-    """Most completions that one engine decodes at once."""
+    """Most completions that the local engine decodes at once; for vLLM `--max-num-seqs` in rollout.vllm.arguments."""
     kv_cache: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Precision of the engine's key-value cache; auto: rollout.dtype."""
     max_staleness: Annotated[Int, Field(ge=0, le=1)] = 0
@@ -323,7 +323,7 @@ class ImportanceConfig:
 
     level: Literal["off", "token", "sequence_product", "sequence_geometric"] = "token"
     """What the ratio pi_old / mu is taken over."""
-    cap: PositiveFloat = 2.0
+    cap: Annotated[Float, Field(ge=1)] = 2.0
     """C: largest weight."""
     mode: Literal["truncate", "mask"] = "truncate"
     """Above the cap: truncate the weight, or mask the token out."""
@@ -409,7 +409,7 @@ class CalibrationConfig:
     """Share of the sequences that the shadow passes run on."""
     balance: Literal["gradient", "surrogate"] | None = None
     """What the upper bound balances."""
-    balance_ratio_cap: PositiveFloat | None = None
+    balance_ratio_cap: Annotated[float, BeforeValidator(_number), Field(gt=0)] | None = None
     """Ratios are capped here inside the balance, in both precisions alike; .inf: nowhere."""
     weighting: Literal["loss", "token"] | None = None
     """Weight of a token in the balance: what the loss's aggregation gives it, or 1."""

@@ -5,6 +5,7 @@ Imports no torch, so that values that do not go together are found with the conf
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron_calclip.algorithms.bounds import ClipBounds
@@ -26,6 +27,8 @@ def calibration_settings(config: Config) -> CalibrationSettings:
         "num_replicates sequence_grid_width"
     )
     changes: dict[str, Any] = {name: getattr(c, name) for name in plain.split() if getattr(c, name) is not None}
+    if c.balance_ratio_cap == math.inf:
+        changes["balance_ratio_cap"] = None  # of the settings: nowhere
     changes |= {name: ClipBounds(*getattr(c, name)) for name in ("start", "reference") if getattr(c, name) is not None}
     algorithm: Algorithm = "gspo" if a.loss == "gspo" else "dapo" if a.aggregation == "token_mean" else "grpo"
     preset = CalibrationSettings.paper if c.preset == "paper" else CalibrationSettings.robust

@@ -68,6 +68,11 @@ def _check_model(config: Config) -> None:
         f"worked examples exist only for data.train: {' or '.join(GENERATED_TASKS)}; set it to 0",
     )
     _check(
+        m.warm_start.num_steps == 0 or not config.data.instruction,
+        "data.instruction",
+        "worked examples of the warm start answer the bare problem; leave it out, or set model.warm_start.num_steps to 0",
+    )
+    _check(
         config.rollout.max_new_tokens < m.max_sequence_length,
         "rollout.max_new_tokens",
         f"leaves no room for a prompt within model.max_sequence_length = {m.max_sequence_length}; lower it",

@@ -155,6 +155,15 @@ def _chat_template(setting: bool | str, tokenizer: Any) -> str | None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError("data.chat_template", "the tokenizer has no template; use false, or give one")
         return str(tokenizer.get_chat_template())
+    return template_text(setting)
+
+
+def template_text(setting: str) -> str:
+    """A Jinja template that is given itself, or by its path.
+
+    Raises:
+        UserError: for a file that cannot be read.
+    """
     if "{" in setting:
         return setting
     try:

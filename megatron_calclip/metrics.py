@@ -112,7 +112,7 @@ METRICS: dict[str, Metric] = {
     "timing/update": Metric("seconds of the optimizer steps", "rank 0"),
     "timing/sync": Metric("seconds of the weight sync to the rollout engine", "rank 0"),
     "timing/eval": Metric("seconds of evaluation", "rank 0"),
-    "timing/checkpoint": Metric("seconds that saving held up the run", "rank 0"),
+    "timing/checkpoint": Metric("seconds that saving held up the run before this step", "rank 0"),
     "timing/step": Metric("seconds of the whole step", "rank 0"),
     "ledger/shadow_seconds": Metric("seconds in shadow passes for calibration, since the start", "rank 0"),
     "ledger/study_seconds": Metric("seconds in shadow passes for studies, since the start", "rank 0"),

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -99,10 +100,12 @@ class Tracker:
             self._open_mlflow(t.mlflow_experiment)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of later steps, which come again."""
+        """Drop the rows, dumps and evaluations of later steps, which come again."""
         if self.active:
             for name in ("metrics", "samples", "calibration", "outliers"):
                 _drop_rows_after(self.run_dir / f"{name}.jsonl", step)
+            for name in ("dumps", "eval"):
+                _drop_steps_after(self.run_dir / name, step)
 
     def _open_tensorboard(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -235,6 +238,17 @@ def _drop_rows_after(path: Path, step: int) -> None:
     aside = path.with_suffix(".partial")
     aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     aside.rename(path)
+
+
+def _drop_steps_after(folder: Path, step: int) -> None:
+    """Remove `step_N...` of steps N past `step`; all of them at a fresh start."""
+    for path in folder.glob("step_*"):
+        number = path.name.removeprefix("step_").partition(".")[0]
+        if number.isdecimal() and (step == 0 or int(number) > step):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 @contextlib.contextmanager

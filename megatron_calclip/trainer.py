@@ -99,7 +99,9 @@ class Trainer:
             decay=config.schedule.decay,
             min_lr=config.schedule.min_lr,
         )
-        self.reference = ReferencePolicy(self.learner, self.run_dir) if config.algorithm.kl.coefficient else None
+        self.reference = None
+        if config.algorithm.kl.coefficient:
+            self.reference = ReferencePolicy(self.learner, self.run_dir, resumes=resume_from is not None)
         for line in remarks(config, self.learner.shape):
             self.tracker.say(f"precision: {line}")
         if config.algorithm.old_log_probs == "mismatched":
@@ -110,6 +112,7 @@ class Trainer:
             config, self.learner, self.calibration, self.alarms, self.tokenizer, best=done.get("best")
         )
         self.num_rollbacks = 0
+        self.seconds_saving = 0.0
         self.skipped = SkippedUpdates(
             self.run_dir, max_in_a_row=config.train.max_skipped_updates, writes=runtime.rank == 0
         )
@@ -160,6 +163,7 @@ class Trainer:
                 if row is not None:
                     self.tracker.log(row)
                     self.answer_alarms(row)
+                    self.save_where_due(row)
                 if row is None or self.preemption.requested():
                     self.stop_early()
                     return
@@ -167,7 +171,7 @@ class Trainer:
             self.summarise()
 
     def train_step(self) -> dict[str, float] | None:
-        """One RL step with its weight sync and, where due, evaluation and checkpoint.
+        """One RL step with its weight sync and, where due, evaluation.
 
         Returns:
             its row of metrics; None when the run was told to stop before the first update, and nothing has changed.
@@ -179,6 +183,8 @@ class Trainer:
             return None
         trajectories = experience.trajectories
         self.engine.release()
+        if self.config.rollout.vllm.colocated:
+            self.runtime.barrier()  # only now the GPUs of all ranks are free
         if self.config.rollout.max_staleness and self.step + 1 < self.config.train.num_steps:
             # The position stays, so that a run that resumes from this step's checkpoint draws them again.
             self.sampler.draw_ahead(self.prompts.take(self.position, len(experience.prompts)), self.step + 2)
@@ -215,17 +221,26 @@ class Trainer:
         for name, problem in self.alarms.check(row).items():
             self.tracker.say(f"ALARM after step {self.step}: {problem}")
             row[name] = 1.0
-        with watch.stage("checkpoint"):
-            self.checkpoints.finish_if_written()
-            best = self.checkpoints.is_best(self.step, row)
-            wanted = best or self.due(self.config.checkpoint.save_every)
-            # What the run goes back to, or ends with, must not be the state that rang.
-            if wanted and not (rings(row) and self.config.alarms.action != "warn"):
-                self.checkpoints.save(self.step, self.position)
         timing = watch.finish()
         row["throughput/tokens_per_s"] = trajectories.tokens.numel() / timing["timing/step"]
         self.calibration.ledger.run_seconds += timing["timing/step"]
+        timing["timing/checkpoint"] = self.seconds_saving
         return {"step": self.step, **row, **self.calibration.ledger.row(), **timing}
+
+    def save_where_due(self, row: dict[str, float]) -> None:
+        """A checkpoint of the step whose metrics these are. They are logged by then: when the run is killed in between, the step
+        and its row come again, and no checkpoint is ever ahead of the log."""
+        # What the run goes back to, or ends with, must not be the state that rang.
+        if rings(row) and self.config.alarms.action != "warn":
+            return
+        started = time.perf_counter()
+        self.watchdog.enter("checkpoint")
+        self.checkpoints.finish_if_written()
+        if self.checkpoints.is_best(self.step, row) or self.due(self.config.checkpoint.save_every):
+            self.checkpoints.save(self.step, self.position)
+        self.watchdog.enter("after checkpoint")
+        self.seconds_saving = time.perf_counter() - started
+        self.calibration.ledger.run_seconds += self.seconds_saving
 
     def say_early(self, line: str) -> None:
         """Before there is a tracker: the checkpoint tells it where to go on."""
@@ -311,12 +326,14 @@ class Trainer:
                 if result.applied:
                     self.skipped.applied()
                 else:
+                    # Of pipelines only the last stages have it, of data-parallel ranks each its own share.
+                    loss = result.loss if self.runtime.reports_tokens else torch.zeros_like(result.loss)
                     self.skipped.skipped(
                         self.step + 1,
                         index,
                         batch,
                         minibatches[index],
-                        loss=float(result.loss),
+                        loss=float(self.runtime.sum_over_world(loss)),
                         grad_norm=result.grad_norm,
                     )
                 if measurement is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_calclip.batch import Completion, Prompt, Trajectories
 from megatron_calclip.config import Config
-from megatron_calclip.data import train_stream
+from megatron_calclip.data import template_text, train_stream
 from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.initial import random_weights
 from megatron_calclip.learner.learner import Learner
@@ -46,18 +46,18 @@ def cached_folder(config: Config) -> Path:
 
 def _cache_key(config: Config) -> str:
     """Hash of everything that shapes the result; the layout does so only by rounding and is left out."""
-    m = config.model
+    m, template = config.model, config.data.chat_template
     assert m.shape is not None
     optimizer = dataclasses.asdict(config.optimizer)
     del optimizer["lr"]  # the warm start has its own
     shaping = {
-        "format": 3,
+        "format": 4,
         "shape": dataclasses.asdict(m.shape),
         "init": m.init,
         "tokenizer": [m.tokenizer, m.characters, m.max_sequence_length],
         "warm_start": dataclasses.asdict(m.warm_start),
         "task": [config.data.train, getattr(config.data, config.data.train)],
-        "chat_template": config.data.chat_template,
+        "template": [template_text(template) if isinstance(template, str) else template, config.data.system_prompt],
         "temperature": config.rollout.temperature,  # the learner divides its logits by it
         "precision": dataclasses.asdict(config.precision),
         "optimizer": optimizer,

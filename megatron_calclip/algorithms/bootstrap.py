@@ -12,34 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron_calclip.counter_random import GOLDEN_GAMMA, shift_right, splitmix64
+
 COVERAGE = 0.95
 """Nominal coverage of every interval."""
 MAX_POISSON = 8
 """Largest bootstrap weight: probabilities are rounded to multiples of 2^-16, which leaves 1 of them to 8."""
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-"""Increment of SplitMix64 (2^64 over the golden ratio, made odd) as a signed number."""
 _POISSON_BITS = 16
-
-
-def splitmix64(state: Tensor) -> Tensor:
-    """One output of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014).
-
-    Args:
-        state: int64, any shape; read as unsigned, arithmetic modulo 2^64.
-
-    Returns:
-        int64 of the same shape: what the generator returns first when seeded with `state`.
-    """
-    state = state + _GOLDEN_GAMMA
-    state = (state ^ _shift_right(state, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    state = (state ^ _shift_right(state, 27)) * (0x94D049BB133111EB - 2**64)
-    return state ^ _shift_right(state, 31)
-
-
-def _shift_right(values: Tensor, num_bits: int) -> Tensor:
-    """Logical shift: the shift of int64 would drag the sign along."""
-    return (values >> num_bits) & (2 ** (64 - num_bits) - 1)
 
 
 def poisson_weights(sequence_ids: Tensor, *, num_replicates: int) -> Tensor:
@@ -58,8 +38,8 @@ def poisson_weights(sequence_ids: Tensor, *, num_replicates: int) -> Tensor:
         with the hashed id.
     """
     replicates = torch.arange(num_replicates, dtype=torch.int64, device=sequence_ids.device)
-    streams = splitmix64(sequence_ids).unsqueeze(1) + replicates * _GOLDEN_GAMMA
-    uniform = _shift_right(splitmix64(streams), 64 - _POISSON_BITS)
+    streams = splitmix64(sequence_ids).unsqueeze(1) + replicates * GOLDEN_GAMMA
+    uniform = shift_right(splitmix64(streams), 64 - _POISSON_BITS)
     return _poisson_table(sequence_ids.device).index_select(0, uniform.flatten()).view_as(uniform)
 
 
@@ -87,7 +67,7 @@ def sample_sequences(sequence_ids: Tensor, *, fraction: float, seed: int) -> Ten
     """
     seeds = torch.tensor(seed, dtype=torch.int64, device=sequence_ids.device)
     bits = splitmix64(splitmix64(sequence_ids) ^ splitmix64(seeds))
-    return _shift_right(bits, 32) < round(fraction * 2**32)
+    return shift_right(bits, 32) < round(fraction * 2**32)
 
 
 def percentile_interval(replicates: Tensor) -> tuple[float, float] | None:

@@ -133,7 +133,9 @@ class ClipCalibrator:
             report = self._solve(*self._pooled(statistics), step=step)
             self._remember(statistics)
         self._bounds = report.after
-        self._schedule_next(statistics, report)
+        if not problem:
+            self._stretch_or_shrink(statistics, report)
+        self._next_step = report.step + self._interval
         return replace(report, interval=self._interval)
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,7 +295,7 @@ class ClipCalibrator:
             return f"the interval of the choice covers {share:.0%} of the grid and says nothing"
         return ""
 
-    def _schedule_next(self, statistics: RatioStatistics, report: CalibrationReport) -> None:
+    def _stretch_or_shrink(self, statistics: RatioStatistics, report: CalibrationReport) -> None:
         """Schedule `drift` (our choice): rest stretches the interval, a move of the clip gap shrinks it."""
         settings = self.settings
         gap, share16 = _clip_gap(statistics, self._lower_grid.reference)
@@ -306,7 +308,6 @@ class ClipCalibrator:
             elif rests:
                 self._interval = min(self._interval * 2, settings.interval * settings.drift_stretch)
         self._last_gap = gap
-        self._next_step = report.step + self._interval
 
 
 def _finite(value: float) -> float | None:

@@ -35,7 +35,7 @@ _MAX_NEW_TOKENS = 4096
 _ONE_RANK_EACH = (
     "model.warm_start.num_steps=0",
     "parallel={tp: 1, pp: 1, vpp: null, cp: 1, sequence_parallel: false}",
-    "algorithm.num_minibatches=1",
+    "algorithm={num_minibatches: 1, old_log_probs: matched}",
     "data.bad_rows=skip",
 )
 """Every rank holds an engine of its own; bad rows of a set are reported, and end nothing."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,8 @@ class RlCalibration:
         micro, old = self._cycle[index], loss["old_logprobs"].float()
         weights = torch.ones(())
         if (sampler := loss.get("inference_logprobs")) is not None:
-            weights = (old - sampler.float()).exp().clamp(max=loss.get("is_truncation_coef"))
+            cap = loss.get("is_truncation_coef")
+            weights = (old - sampler.float()).exp().clamp(max=math.inf if cap is None else cap)
         mask = micro[_LOSS_MASK][:, 1:]
         per_token = self.rl_utils.get_args().calculate_per_token_loss
         first_row = sum(len(earlier[_TOKENS]) for earlier in self._cycle[:index])

@@ -62,12 +62,18 @@ _TENSORS = "state.safetensors"
 
 
 def save_model(folder: Path, learner: Learner) -> None:
-    """The weights alone (the reference policy of a KL penalty); collective.
+    """The weights alone (the reference policy of a KL penalty), in place of what the folder held; collective.
 
     Raises:
         UserError: when the folder cannot be written.
     """
-    _on_rank_zero(learner.runtime, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+
+    def make_room() -> None:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+
+    _on_rank_zero(learner.runtime, make_room, folder)
     writer = Writer(learner.runtime, folder, {".": weight_blocks(model_state(learner))})
     _finish(writer, lambda _: name_format(folder))
 

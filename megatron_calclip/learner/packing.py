@@ -43,10 +43,6 @@ class StepPlan:
     """[mini-batch][data-parallel rank][micro-batch] -> indices of sequences. All ranks have equally many
     micro-batches; one without sequences keeps a rank in step with the others."""
 
-    def of_rank(self, minibatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches of one data-parallel rank in one mini-batch."""
-        return self.minibatches[minibatch][dp_rank]
-
     def only(self, keep: Sequence[bool]) -> StepPlan:
         """The same plan without the sequences that are not kept; micro-batches stay, if need be empty."""
 

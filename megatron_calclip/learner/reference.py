@@ -20,18 +20,19 @@ from megatron_calclip.learner.learner import Learner, PreparedBatch
 
 
 class ReferencePolicy:
-    """The weights that the learner holds when this is made, or those of an earlier start of the same run.
+    """The weights that the learner holds when this is made, or, of a run that resumes, those of its first start.
 
     Args:
         learner: with its initial weights; loading a checkpoint comes after this.
         run_dir: the run's folder.
+        resumes: whether the run goes on from a checkpoint; one that starts over has no use for another run's reference.
     """
 
-    def __init__(self, learner: Learner, run_dir: Path) -> None:
+    def __init__(self, learner: Learner, run_dir: Path, *, resumes: bool) -> None:
         self.learner = learner
         folder = run_dir / "reference"
         with learner.fp8_params_set_aside():
-            if learner.runtime.gather_objects((folder / "metadata.json").is_file())[0]:
+            if resumes and learner.runtime.gather_objects((folder / "metadata.json").is_file())[0]:
                 live = self._copies()
                 checkpoint.load_model(folder, learner)
                 self.weights = self._copies()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_calclip.compiled import memory_of
 from megatron_calclip.precision import kernels
-from megatron_calclip.precision.scaling import FP32_MANTISSA_BITS, ReduceAmax, Scaling
+from megatron_calclip.precision.scaling import ReduceAmax, Scaling
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -39,11 +39,6 @@ class Quantized:
     """(m, k) float32, one per tile; where it is 1 x 1, M x 1 or 1 x K it broadcasts as it is."""
     tile: tuple[int, int]
     """Rows and columns of a tile."""
-
-    @property
-    def e8m0(self) -> Tensor:
-        """(m, k) uint8, the inverse scales as E8M0 bytes, for scales that are powers of two."""
-        return (self.inverse_scale.view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """codes * inverse_scale, multiplied in FP32: (..., K) in `dtype`."""

@@ -241,8 +241,9 @@ class DelayedScaling(nn.Module):
         return rows, cols
 
     def scales(self, amax: Tensor, dtype: torch.dtype, *, source: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Records `amax` and returns the scale of earlier steps."""
-        self.amax_history[0] = torch.maximum(self.amax_history[0], amax.view(()))
+        """Records `amax` and returns the scale of earlier steps. NaN is not recorded: it would rule the history's length of steps
+        (TransformerEngine's kernels reduce amaxes with fmaxf, which drops NaN, too)."""
+        self.amax_history[0] = torch.fmax(self.amax_history[0], amax.view(()))
         scale = self.scale.expand_as(amax)
         return scale, scale.reciprocal()
 

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron_calclip.rollout.counter_random import splitmix64
+from megatron_calclip.counter_random import splitmix64
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 16

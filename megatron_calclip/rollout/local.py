@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from megatron_calclip.batch import Completion, SamplingParams
+from megatron_calclip.counter_random import GOLDEN_GAMMA, signed, splitmix64
 from megatron_calclip.rollout import fp8
-from megatron_calclip.rollout.counter_random import GOLDEN_GAMMA, signed, splitmix64
 from megatron_calclip.rollout.engine import Health, Request, WeightsReceipt
 from megatron_calclip.rollout.fingerprint import fingerprint
 

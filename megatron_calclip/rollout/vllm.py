@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron_calclip.batch import Completion, SamplingParams
+from megatron_calclip.counter_random import splitmix64
 from megatron_calclip.errors import EXIT_FAILED, UserError
-from megatron_calclip.rollout.counter_random import splitmix64
 from megatron_calclip.rollout.engine import Health, Request, WeightsReceipt
 from megatron_calclip.rollout.fingerprint import fingerprint
 from megatron_calclip.rollout.vllm_http import Server, ServerError

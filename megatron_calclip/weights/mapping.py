@@ -399,11 +399,6 @@ def find_tensor(shape: ModelShape, megatron_name: str) -> MappedTensor:
     return tensor
 
 
-def megatron_names(shape: ModelShape, layer_spec: LayerSpec) -> list[str]:
-    """Global names of all parameters of a GPTModel built from `layer_spec`'s layers, in streaming order."""
-    return [tensor.name if layer_spec == "local" else tensor.te_name for tensor in mapped_tensors(shape)]
-
-
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all tensors of the HF checkpoint, in streaming order; without `lm_head` when tied."""
     return {hf.name: hf.shape for tensor in mapped_tensors(shape) for hf in tensor.hf}

@@ -173,7 +173,7 @@ def check_reference(root: Path, recipe: str, layout: str) -> None:
     with started(config) as runtime:
         training = Training.begin(config, runtime)
         first, before = training.log_probs(), snapshot(training)
-        reference = ReferencePolicy(training.learner, folder)
+        reference = ReferencePolicy(training.learner, folder, resumes=False)
         check(f"{name}: making it leaves nothing behind", same(snapshot(training), before))
         check(f"{name}: the policy's own codes at the start", same(scores(training, reference), first))
         check(f"{name}: scoring leaves nothing behind", same(snapshot(training), before))
@@ -186,7 +186,7 @@ def check_reference(root: Path, recipe: str, layout: str) -> None:
 
         resumed = Training.begin(config, runtime, tensors=weights("two layers", seed=1))
         own, before = resumed.log_probs(), snapshot(resumed)
-        reference = ReferencePolicy(resumed.learner, folder)
+        reference = ReferencePolicy(resumed.learner, folder, resumes=True)
         check(f"{name}: reading it leaves nothing behind", same(snapshot(resumed), before))
         check(f"{name}: comes back from disk", same(scores(resumed, reference), first))
         check(f"{name}: the other policy stays", same(resumed.log_probs(), own) and not torch.equal(own, first))

@@ -318,7 +318,7 @@ class MegatronLearner:
         self.learner = learner
         algorithm = learner.config.algorithm
         self.prepared = learner.prepare(batch.trajectories, num_minibatches=algorithm.num_minibatches)
-        self.reference = ReferencePolicy(learner, run_dir)
+        self.reference = ReferencePolicy(learner, run_dir, resumes=True)
 
     def score(self) -> tuple[Tensor, Tensor]:
         """See `Policy`."""

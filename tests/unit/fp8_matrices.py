@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_calclip.precision.quantize import E4M3, E5M2
+from megatron_calclip.precision.quantize import E4M3, E5M2, Quantized
 from megatron_calclip.precision.scaling import (
     BlockScaling,
     MXScaling,
@@ -16,6 +16,12 @@ from megatron_calclip.precision.scaling import (
     Scaling,
     TensorScaling,
 )
+
+
+def e8m0(quantized: Quantized) -> Tensor:
+    """(m, k) uint8, the inverse scales, powers of two, as E8M0 bytes: the exponent field of FP32."""
+    return (quantized.inverse_scale.view(torch.int32) >> 23).to(torch.uint8)
+
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 EVERY_SCALING: list[Scaling] = [

@@ -10,8 +10,8 @@ from megatron_calclip.algorithms.bootstrap import (
     percentile_interval,
     poisson_weights,
     sample_sequences,
-    splitmix64,
 )
+from megatron_calclip.counter_random import splitmix64
 
 GAMMA = 0x9E3779B97F4A7C15
 MASK64 = 2**64 - 1

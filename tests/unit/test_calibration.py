@@ -593,6 +593,18 @@ def test_drift_schedule_stretches_at_rest_and_shrinks_on_a_move():
     assert (report.before, report.interval) == (report.after, 8)
 
 
+def test_a_step_that_says_nothing_is_no_drift():
+    """No token with A < 0: neither this calibration nor the next one compares its gap of clips with another's."""
+    config = CalibrationSettings.robust(schedule="drift", interval=8, start=REFERENCE, start_step=3, drift_stretch=4)
+    calibrator = ClipCalibrator(config)
+    ratio8, ratio16, advantages = lognormal(10_000, sigma16=0.12, noise=0.1, seed=1)
+    first = calibrate(calibrator, ratio8, ratio16, advantages, step=3)
+    empty = calibrate(calibrator, ratio8, ratio16, advantages.abs(), step=3 + first.interval)
+    assert empty.interval == first.interval and not calibrator.due(2 + first.interval + empty.interval)
+    after = calibrate(calibrator, ratio8, ratio16, advantages, step=3 + first.interval + empty.interval)
+    assert after.interval >= first.interval
+
+
 def test_state_round_trip_continues_identically():
     config = CalibrationSettings.robust(schedule="drift", interval=5)
     tokens = [lognormal(300, sigma16=0.1, noise=0.15, seed=seed) for seed in range(8)]

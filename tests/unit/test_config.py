@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_calclip.config import Config
+from megatron_calclip.config_calibration import calibration_settings
 from megatron_calclip.config_check import check, check_shape
 from megatron_calclip.config_file import config_from_dict, config_to_dict, config_to_yaml, find_config, load_config
 from megatron_calclip.errors import UserError
@@ -256,6 +257,13 @@ def test_wrong_value(base: str, override: str, complaint: str) -> None:
         ({"model": {"hf": "x", "shape": SHAPE, "tokenizer": "characters"}}, "model"),
         ({"model": {"shape": SHAPE}}, "model.tokenizer"),
         ({"model": {"hf": "x", "warm_start": {"num_steps": 1}}}, "model.warm_start.num_steps"),
+        (
+            {
+                "model": {"shape": SHAPE, "tokenizer": "t", "warm_start": {"num_steps": 1}},
+                "data": {"instruction": "Sums modulo 10."},
+            },
+            "data.instruction",
+        ),
         (
             {
                 "model": {"shape": SHAPE, "tokenizer": "t", "warm_start": {"num_steps": 1}},
@@ -569,3 +577,18 @@ def test_configuration_and_command_line_import_neither_torch_nor_transformers() 
     completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert completed.returncode == 0, completed.stderr
     assert yaml.safe_load(completed.stdout)["model"]["tokenizer"] == "characters"
+
+
+def test_a_balance_without_a_cap() -> None:
+    """`.inf`: nowhere; null would be the preset's."""
+    config = config_from_dict({"model": {}, "calibration": {"balance_ratio_cap": math.inf}})
+    assert calibration_settings(config).balance_ratio_cap is None
+    assert config_from_dict(yaml.safe_load(config_to_yaml(config))) == config
+    for wrong in (0, -1, math.nan, "inf"):
+        with pytest.raises(UserError, match=r"^calibration.balance_ratio_cap: "):
+            config_from_dict({"model": {}, "calibration": {"balance_ratio_cap": wrong}})
+
+
+def test_an_importance_cap_below_one_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^algorithm.importance.cap: "):
+        config_from_dict({"model": {}, "algorithm": {"importance": {"cap": 0.5}}})

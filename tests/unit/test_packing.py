@@ -42,15 +42,15 @@ def test_plan_by_hand() -> None:
     # lighter bin: 6 -> a, 5 -> b, 4 -> b (9), 3 -> a (9). Mini-batch 1: 1 1 1 1 likewise, 2 tokens each.
     plan = plan_step([6, 5, 4, 3, 1, 1, 1, 1], num_minibatches=2, dp_size=2, tokens_per_microbatch=9)
     assert plan.minibatches == ((((0, 3),), ((1, 2),)), (((4, 6),), ((5, 7),)))
-    assert plan.of_rank(1, 0) == ((4, 6),)
+    assert plan.minibatches[1][0] == ((4, 6),)
     assert plan.sequences(1) == [4, 5, 6, 7]
 
 
 def test_long_sequence_alone() -> None:
     # 20 exceeds the budget of 10 and must not lift it for the others: 5 5 | 5 5 | 20.
     plan = plan_step([20, 5, 5, 5, 5], num_minibatches=1, dp_size=1, tokens_per_microbatch=10)
-    assert sorted(map(len, plan.of_rank(0, 0))) == [1, 2, 2]
-    assert (0,) in plan.of_rank(0, 0)
+    assert sorted(map(len, plan.minibatches[0][0])) == [1, 2, 2]
+    assert (0,) in plan.minibatches[0][0]
 
 
 def test_ranks_get_equal_loads() -> None:
@@ -61,12 +61,12 @@ def test_ranks_get_equal_loads() -> None:
 
 def test_more_ranks_than_sequences() -> None:
     plan = plan_step([3, 2], num_minibatches=1, dp_size=4, tokens_per_microbatch=100)
-    assert [plan.of_rank(0, rank) for rank in range(4)] == [((0,),), ((1,),), ((),), ((),)]
+    assert [plan.minibatches[0][rank] for rank in range(4)] == [((0,),), ((1,),), ((),), ((),)]
 
 
 def test_interleaving_gets_a_multiple() -> None:
     plan = plan_step([4] * 5, num_minibatches=1, dp_size=1, tokens_per_microbatch=4, microbatch_multiple=4)
-    assert sorted(map(len, plan.of_rank(0, 0))) == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert sorted(map(len, plan.minibatches[0][0])) == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("count", "num_minibatches"), [(5, 2), (3, 4), (0, 1)])
@@ -93,7 +93,7 @@ def test_plan(lengths: list[int], num_minibatches: int, dp_size: int, budget: in
     )
     size = len(lengths) // num_minibatches
     for index in range(num_minibatches):
-        ranks = [plan.of_rank(index, rank) for rank in range(dp_size)]
+        ranks = [plan.minibatches[index][rank] for rank in range(dp_size)]
         planned = [i for micros in ranks for micro in micros for i in micro]
         assert sorted(planned) == list(range(index * size, (index + 1) * size)) == plan.sequences(index)
         assert {len(micros) for micros in ranks} == {len(ranks[0])}

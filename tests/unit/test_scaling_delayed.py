@@ -99,3 +99,13 @@ def test_wrong_settings_are_refused() -> None:
         DelayedScaling(E4M3, history_length=0)
     with pytest.raises(ValueError, match="most_recent"):
         DelayedScaling(E4M3, amax_compute_algo="mean")
+
+
+def test_a_nan_does_not_rule_the_history() -> None:
+    """TransformerEngine reduces amaxes with fmaxf, which drops NaN: the next step's amax counts."""
+    state = DelayedScaling(E4M3, history_length=1024)
+    for amax in (1.0, math.nan, 100.0):
+        state.scales(torch.tensor([[amax]]), E4M3, source=torch.bfloat16)
+        update_delayed_scaling([state])
+    assert not state.amax_history.isnan().any()
+    assert state.scale.item() == pytest.approx(448 / 100)

@@ -195,7 +195,7 @@ def test_fingerprints() -> None:
     lengths = [fingerprint(torch.zeros(length, dtype=torch.bfloat16)) for length in range(9)]
     assert len(set(lengths)) == 9
     # By hand: 1.0 is 0x3F80 in BF16, the first word of the first chunk; its length is 2 bytes.
-    from megatron_calclip.rollout.counter_random import splitmix64
+    from megatron_calclip.counter_random import splitmix64
 
     first, second, length = (splitmix64(torch.tensor(n)) for n in (0, 1, 2))
     assert fingerprint(torch.ones(1, dtype=torch.bfloat16)) == int(0x3F80 * (first | 1) * (second | 1) + length)

@@ -96,6 +96,25 @@ def test_fresh_start_in_a_used_folder_drops_all_rows(tmp_path: Path) -> None:
     assert [file.read_text() for file in files] == ["", "", ""]
 
 
+def test_dumps_and_evaluations_of_later_steps_go_too(tmp_path: Path) -> None:
+    def folders() -> list[str]:
+        return sorted(
+            str(path.relative_to(tmp_path)) for name in ("dumps", "eval") for path in (tmp_path / name).iterdir()
+        )
+
+    for step in (0, 5, 20, 100):
+        (tmp_path / "eval" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "eval" / f"step_{step}" / "report.json").write_text("{}")
+        (tmp_path / "dumps").mkdir(exist_ok=True)
+        (tmp_path / "dumps" / f"step_{step}.safetensors").write_text("")
+    (tmp_path / "eval" / "step_mine").mkdir()
+    Tracker(make_config(tmp_path), active=True, first_step=20)
+    kept = ["dumps/step_0.safetensors", "dumps/step_20.safetensors", "dumps/step_5.safetensors"]
+    assert folders() == [*kept, "eval/step_0", "eval/step_20", "eval/step_5", "eval/step_mine"]
+    Tracker(make_config(tmp_path), active=True, first_step=0)
+    assert folders() == ["eval/step_mine"]
+
+
 def test_a_number_that_is_not_finite_is_null_at_any_depth(tmp_path: Path) -> None:
     tracker = Tracker(make_config(tmp_path), active=True, first_step=0)
     tracker.calibration({"step": 5, "report": {"alpha": math.nan, "kept": 1.5}, "table": [[math.inf, 2]]})

@@ -35,7 +35,6 @@ from megatron_calclip.weights.mapping import (
     hf_shapes,
     hf_specs,
     mapped_tensors,
-    megatron_names,
 )
 from megatron_calclip.weights.save import save_hf
 from megatron_calclip.weights.stream import ParallelGroups, stream_hf
@@ -50,6 +49,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **tiny_checkpoints.MOE, mlp_only_layers=[1]),
 }
 ALONE = ParallelGroups()
+
+
+def megatron_names(shape: ModelShape, spec: LayerSpec) -> list[str]:
+    """Names of all parameters of a GPTModel with such layers, in streaming order."""
+    return [tensor.name if spec == "local" else tensor.te_name for tensor in mapped_tensors(shape)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,11 @@ GOLDEN_GAMMA = signed(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio: the step of SplitMix64's counter."""
 
 
+def shift_right(values: Tensor, num_bits: int) -> Tensor:
+    """Logical shift: the shift of int64 would drag the sign along."""
+    return (values >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
 def splitmix64(state: Tensor) -> Tensor:
     """First output of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) from each int64 state.
 
@@ -22,11 +27,7 @@ def splitmix64(state: Tensor) -> Tensor:
     can be reached without those before it. Sums and products of int64 wrap around, modulo 2^64 as needed.
     """
 
-    def xor_shift(z: Tensor, bits: int) -> Tensor:
-        shifted_in_zeros = (1 << (64 - bits)) - 1  # int64 shifts bring in the sign
-        return z ^ ((z >> bits) & shifted_in_zeros)
-
     z = state + GOLDEN_GAMMA
-    z = xor_shift(z, 30) * signed(0xBF58476D1CE4E5B9)
-    z = xor_shift(z, 27) * signed(0x94D049BB133111EB)
-    return xor_shift(z, 31)
+    z = (z ^ shift_right(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shift_right(z, 27)) * signed(0x94D049BB133111EB)
+    return z ^ shift_right(z, 31)
