@@ -128,17 +128,17 @@ def test_zero_and_non_finite_amax_by_hand() -> None:
     zeros = torch.zeros(2, 4)
     assert quantize(zeros, TensorScaling(), E4M3).inverse_scale.item() == 1
     assert quantize(zeros, BlockScaling(2), E4M3).inverse_scale.tolist() == [[1, 1], [1, 1]]
-    assert quantize(zeros, MXScaling(), E4M3).e8m0.tolist() == [[0], [0]]
+    assert e8m0(quantize(zeros, MXScaling(), E4M3)).tolist() == [[0], [0]]
     assert quantize(zeros, RowScaling(), E4M3).inverse_scale.tolist() == [[2.0**-48]] * 2  # 448e12 >= 2^48
 
     infinite = torch.tensor([[math.inf, 500.0, -1.0]])
     current = quantize(infinite, TensorScaling(), E4M3)  # scale 1, saturated
     assert current.inverse_scale.item() == 1 and current.codes.float().tolist() == [[448, 448, -1]]
-    assert quantize(infinite, MXScaling(), E4M3).e8m0.item() == 254
+    assert e8m0(quantize(infinite, MXScaling(), E4M3)).item() == 254
     assert quantize(infinite, RowScaling(), E4M3).dequantize().isnan().all()
     for nan_bits in (0x7FC0, 0xFFC0 - 0x10000):  # of either sign
         nan = torch.tensor([[0x3F80, nan_bits]], dtype=torch.int16).view(torch.bfloat16)
-        assert quantize(nan, MXScaling(), E4M3).e8m0.item() == 255
+        assert e8m0(quantize(nan, MXScaling(), E4M3)).item() == 255
         current = quantize(nan, TensorScaling(), E4M3).codes.float()  # scale 1
         assert current[0, 0] == 1 and current[0, 1].isnan()
 

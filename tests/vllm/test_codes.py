@@ -45,7 +45,9 @@ def matrices() -> dict[str, Tensor]:
 def mx(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and scales as bytes of E8M0."""
     quantized = quantize(x, MXScaling(), E4M3)
-    return quantized.codes, quantized.e8m0
+    return quantized.codes, (quantized.inverse_scale.view(torch.int32) >> 23).to(
+        torch.uint8
+    )  # E8M0: the exponent field
 
 
 def tokens(x: Tensor) -> tuple[Tensor, Tensor]:
