@@ -31,6 +31,7 @@ from megatron_calclip.errors import UserError
 from megatron_calclip.weights.mapping import ModelShape
 
 _CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+GENERATION = "generation_config.json"
 _PAD, _EOS = "<pad>", "<eos>"
 # A hub that cannot be reached is reported after this; transformers itself would retry for a minute.
 _HUB_TIMEOUT_SECONDS = 10
@@ -112,6 +113,26 @@ def load_tokenizer(model: ModelConfig) -> Any:
     if tokenizer.eos_token_id is None:
         raise UserError("model.tokenizer", f"{name!r} has no end-of-sequence token; set one in its folder")
     return tokenizer
+
+
+def stop_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation_config.json.
+
+    Chat models name several there (Qwen2.5 ends a turn, Qwen2 a text), and vLLM stops at all of them.
+
+    Raises:
+        UserError: when that file cannot be read.
+    """
+    path = Path(model.hf or "", GENERATION)
+    own = (int(tokenizer.eos_token_id),)
+    if model.hf is None or not path.is_file():
+        return own
+    try:
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or ()
+        found = tuple(int(token) for token in ([named] if isinstance(named, int) else named))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError("model.hf", f"{path} cannot be read ({_reason(error)}); correct or remove it") from None
+    return tuple(dict.fromkeys(own + found))
 
 
 def load_hf_config(config: Config, tokenizer: Any) -> PretrainedConfig:

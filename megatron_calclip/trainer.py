@@ -31,7 +31,7 @@ from megatron_calclip.guards.alarms import Alarms
 from megatron_calclip.guards.preemption import Preemption
 from megatron_calclip.guards.skipped import SkippedUpdates
 from megatron_calclip.guards.watchdog import Watchdog
-from megatron_calclip.hf import load_hf_config, load_tokenizer
+from megatron_calclip.hf import load_hf_config, load_tokenizer, stop_token_ids
 from megatron_calclip.learner.learner import Learner, PreparedBatch, UpdateResult
 from megatron_calclip.learner.reference import ReferencePolicy
 from megatron_calclip.learner.runtime import Runtime
@@ -120,13 +120,13 @@ class Trainer:
             self.checkpoints.restore(resume_from)
             self.tracker.say(f"resumed from {resume_from} after step {self.step}")
         self.engine = make_engine(config, self.hf_config, self.tokenizer, runtime, self.tracker.say)
-        stop_token_ids = (self.tokenizer.eos_token_id,)
-        self.sampler = Sampler(config, self.engine, runtime, stop_token_ids=stop_token_ids)
+        stops = stop_token_ids(config.model, self.tokenizer)
+        self.sampler = Sampler(config, self.engine, runtime, stop_token_ids=stops)
         self.evaluation = Evaluation(
             config,
             held_out,
             tokenizer=self.tokenizer,
-            sampler=Sampler(config.for_evaluation, self.engine, runtime, stop_token_ids=stop_token_ids),
+            sampler=Sampler(config.for_evaluation, self.engine, runtime, stop_token_ids=stops),
             runtime=runtime,
         )
         # BF16 weights in an FP32 engine are the same numbers; they need not travel as FP32.

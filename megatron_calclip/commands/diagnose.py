@@ -294,6 +294,7 @@ def sampled_answers(
     config: Config, model: Model, tokenizer: Any, prompts: Sequence[Any], started: Runtime
 ) -> Trajectories:
     """One answer to each prompt from the embedded engine, the same on every rank."""
+    from megatron_calclip.hf import stop_token_ids
     from megatron_calclip.learner.model import DTYPES
     from megatron_calclip.rollout.local import LocalEngine
     from megatron_calclip.rollout.sampler import Sampler
@@ -307,5 +308,5 @@ def sampled_answers(
         max_batch_size=rollout.max_batch_size,
     )
     engine.load_weights(model.source.stream(), policy_version=0)
-    sampler = Sampler(config, engine, started, stop_token_ids=(tokenizer.eos_token_id,))
+    sampler = Sampler(config, engine, started, stop_token_ids=stop_token_ids(config.model, tokenizer))
     return sampler.sample(list(prompts), samples_per_prompt=1, temperature=rollout.temperature, seed_step=0)

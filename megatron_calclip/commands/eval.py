@@ -194,7 +194,7 @@ def evaluate(config: Config, target: Target, arguments: argparse.Namespace, star
     from megatron_calclip.data import eval_sets
     from megatron_calclip.evaluation import Evaluation
     from megatron_calclip.evaluation_report import ReportWriter, table
-    from megatron_calclip.hf import load_hf_config, load_tokenizer
+    from megatron_calclip.hf import load_hf_config, load_tokenizer, stop_token_ids
     from megatron_calclip.rollout.make import make_engine
     from megatron_calclip.rollout.sampler import Sampler
 
@@ -220,7 +220,9 @@ def evaluate(config: Config, target: Target, arguments: argparse.Namespace, star
     engine = make_engine(config.for_evaluation, hf_config, tokenizer, started, say)
     with contextlib.closing(engine):
         engine.load_weights(open_checkpoint(folder).source.stream(), policy_version=step)
-        sampler = Sampler(config.for_evaluation, engine, started, stop_token_ids=(tokenizer.eos_token_id,))
+        sampler = Sampler(
+            config.for_evaluation, engine, started, stop_token_ids=stop_token_ids(config.model, tokenizer)
+        )
         evaluation = Evaluation(config, sets, tokenizer=tokenizer, sampler=sampler, runtime=started)
         with contextlib.closing(evaluation):
             results = []

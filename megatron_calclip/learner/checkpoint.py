@@ -45,6 +45,7 @@ from megatron_calclip.checkpoint_files import (
 )
 from megatron_calclip.convert.checkpoints import HF_PART, MEGATRON_PART, OPTIMIZER_PART
 from megatron_calclip.errors import EXIT_FAILED, UserError
+from megatron_calclip.hf import GENERATION
 from megatron_calclip.learner.checkpoint_state import (
     adam_step,
     load_optimizer,
@@ -169,6 +170,9 @@ def begin_save(
     def write_others() -> list[Path]:
         learner.hf_config.save_pretrained(aside / HF_PART)
         tokenizer.save_pretrained(aside / HF_PART)
+        generation = Path(learner.config.model.hf or "", GENERATION)  # holds the tokens that end a completion
+        if learner.config.model.hf is not None and generation.is_file():
+            shutil.copyfile(generation, aside / HF_PART / GENERATION)
         save_file(tensors, aside / _TENSORS)
         write_json(aside / STATE, {**state, **own})
         return [*(aside / HF_PART).iterdir(), aside / _TENSORS, aside / STATE]

@@ -376,7 +376,7 @@ class VllmEngine:
         if not sensible:
             raise ServerError(
                 f"{server.url} gave an answer that makes no sense: {len(tokens)} tokens, {len(log_probs)} log-probs, "
-                f"finish_reason {choice['finish_reason']!r}"
+                f"finish_reason {choice['finish_reason']!r}, last token {tokens[-1:]}, stop tokens {sampling.stop_token_ids}"
             )
         return Completion(tuple(tokens), tuple(min(value, 0.0) for value in log_probs), finished, self._policy_version)
 

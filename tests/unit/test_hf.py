@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 from megatron_calclip.config import Config, ModelConfig, ParallelConfig, ShapeConfig
 from megatron_calclip.errors import UserError
-from megatron_calclip.hf import character_tokenizer, load_hf_config, load_tokenizer
+from megatron_calclip.hf import character_tokenizer, load_hf_config, load_tokenizer, stop_token_ids
 from megatron_calclip.weights.mapping import ModelShape
 
 ALPHABET = "0123456789+-*= \n<eospad>'.,é€"
@@ -122,6 +122,32 @@ def test_tokenizer_without_an_end(tmp_path: Path) -> None:
 
 
 # HF configurations
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, (1,)),
+        ("{}", (1,)),
+        ('{"eos_token_id": null}', (1,)),
+        ('{"eos_token_id": 7}', (1, 7)),
+        ('{"eos_token_id": [7, 1, 5]}', (1, 7, 5)),
+    ],
+)
+def test_tokens_that_end_a_completion(tmp_path: Path, text: str | None, expected: tuple[int, ...]) -> None:
+    """vLLM stops at what generation_config.json names; so must we, or its answers would be refused."""
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    tokenizer = character_tokenizer("abc")
+    assert stop_token_ids(ModelConfig(hf=str(tmp_path)), tokenizer) == expected
+    assert stop_token_ids(ModelConfig(), tokenizer) == (1,)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "a"}'])
+def test_generation_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"^model.hf: .*generation_config.json cannot be read"):
+        stop_token_ids(ModelConfig(hf=str(tmp_path)), character_tokenizer("abc"))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
