@@ -6,8 +6,8 @@ go to another replica, a limited number of times, with growing pauses. An answer
 wanted weights both before and after: nothing is ever trained on that came from others.
 
 Weights travel through a file or a broadcast (`vllm_transfer.py`; `vllm_worker.py` is the other end). A server that failed
-in the middle of an update holds no version and gets no prompts until it has been brought up to date; one that
-restarted is, before the next rollout.
+in the middle of an update holds no version and gets no prompts until it has been brought up to date: by rank 0, which
+alone can, when its own prompts need it, and every few seconds for those of other ranks.
 
 Left out on purpose: tokenisation. Prompts and answers are ids on both sides.
 """
@@ -37,6 +37,8 @@ from megatron_calclip.rollout.vllm_transfer import Transfer
 MAX_CONCURRENT_PROMPTS = 256
 """HTTP requests in flight from one rank; a server queues what it cannot batch."""
 _FIRST_PAUSE_SECONDS = 0.5
+_KEEPER_SECONDS = 10.0
+"""Between two looks at the servers; each asks all their workers."""
 _LOG_PROB_SLACK = 1e-3  # rounding may put a probability a little over 1
 
 
@@ -90,6 +92,11 @@ class VllmEngine:
         self.say, self._revive, self._stop, self.sleeps = say, revive, stop, sleeps
         self._policy_version: int | None = None
         self._lock = threading.Lock()
+        self._moving = threading.Lock()
+        """Held while weights go to servers, or servers are started, woken or put to sleep."""
+        self._asleep = False
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     @property
     def policy_version(self) -> int | None:
@@ -109,8 +116,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop what was started for this engine."""
-        self._policy_version = None
-        self._stop()
+        self._closed.set()
+        with self._moving:
+            self._policy_version = None
+            self._stop()
 
     # Weights.
 
@@ -123,11 +132,21 @@ class VllmEngine:
         Raises:
             UserError: when none of them could load it after all attempts.
         """
-        self._policy_version = None
         if not self.leader:
+            self._policy_version = None
             seen = {name: fingerprint(tensor) for name, tensor in stream}
             self._policy_version = policy_version
             return WeightsReceipt(policy_version, seen)  # what the servers hold is the leader's to see
+        with self._moving:
+            receipt = self._update(stream, policy_version)
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep_up_to_date, name="vllm keeper", daemon=True)
+            self._keeper.start()
+        return receipt
+
+    def _update(self, stream: Iterator[tuple[str, Tensor]], policy_version: int) -> WeightsReceipt:
+        """The leader's part of `load_weights`."""
+        self._policy_version = None
         self.transfer.publish(
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream}, policy_version
         )
@@ -143,7 +162,7 @@ class VllmEngine:
                 f"no server could load the weights: {problems[0]}; look at their logs",
                 exit_code=EXIT_FAILED,
             )
-        self._policy_version = policy_version
+        self._policy_version, self._asleep = policy_version, False
         # Servers that differ from each other show as one that differs from what was sent.
         return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
 
@@ -171,7 +190,10 @@ class VllmEngine:
         Raises:
             UserError: when a server does not go to sleep.
         """
-        if self.leader and self.sleeps:
+        if not (self.leader and self.sleeps):
+            return
+        with self._moving:
+            self._asleep = True
             for server in self._current_servers():
                 try:
                     server.sleep()
@@ -205,20 +227,32 @@ class VllmEngine:
 
     def _bring_up_to_date(self) -> None:
         """Start servers anew that have ended, and give those that came back since the last update its weights."""
-        if not self.leader or self._policy_version is None:
+        if not self.leader:
             return
-        self._revive()
-        for server in self.servers:
+        with self._moving:
+            if self._policy_version is None or self._asleep:
+                return
+            self._revive()
+            for server in self.servers:
+                try:
+                    receipt = server.receipt()
+                except ServerError as error:
+                    self.say(f"rollout: {error}")
+                    continue
+                if receipt is None or receipt.policy_version != self._policy_version:
+                    for problem in (problems := self.transfer.deliver([server])):
+                        self.say(f"rollout: {problem}")
+                    if not problems:
+                        self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
+
+    def _keep_up_to_date(self) -> None:
+        """The leader's thread: another rank may wait for a server while this one has all its answers."""
+        while not self._closed.wait(_KEEPER_SECONDS):
             try:
-                receipt = server.receipt()
-            except ServerError as error:
+                self._bring_up_to_date()
+            except UserError as error:  # a server does not come up: who waits for one gives up, and says so
                 self.say(f"rollout: {error}")
-                continue
-            if receipt is None or receipt.policy_version != self._policy_version:
-                for problem in (problems := self.transfer.deliver([server])):
-                    self.say(f"rollout: {problem}")
-                if not problems:
-                    self.say(f"rollout: {server.url} is back, and has the weights of step {self._policy_version}")
+                return
 
     def _servers_for_a_round(self, attempt: int) -> list[Server]:
         """Servers with the newest weights; waits for one when there is none, none after `recovery_seconds`."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -106,19 +107,22 @@ class LaunchedServers:
         self.logs = [folder / f"server_{port}.log" for port in ports]
         self._commands = [command(rollout, model, port=port, max_sequence_length=max_sequence_length) for port in ports]
         self._timeout = rollout.vllm.start_timeout_seconds
+        # A child dies with the thread that started it (PR_SET_PDEATHSIG), so all are started by one that stays.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm starter")
         self._processes = [self._start(index) for index in range(len(ports))]
         self._wait()
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         with self.logs[index].open("ab") as file:
-            return subprocess.Popen(
+            return self._starter.submit(
+                subprocess.Popen,
                 self._commands[index],
                 env=environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
-            )
+            ).result()
 
     def revive(self) -> None:
         """Start servers anew that have ended, and wait for them.

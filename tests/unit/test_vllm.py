@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +181,37 @@ def test_a_follower_moves_nothing(servers: list[FakeVllm], tmp_path: Path) -> No
     follower = make_engine(servers, tmp_path / "other", leader=False)
     assert len(servers[0].calls) == updates and not (tmp_path / "other").exists()
     check_answers(follower)
+
+
+def test_the_leader_helps_a_follower_whose_server_came_back(
+    servers: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has its answers and waits for the others; the only server loses its weights while it answers one of them."""
+    monkeypatch.setattr(vllm, "_KEEPER_SECONDS", 0.05)
+    leader = make_engine(servers[:1], tmp_path)
+    follower = make_engine(servers[:1], tmp_path / "other", leader=False)
+    follower.recovery_seconds = 30.0
+    servers[0].fault, servers[0].num_faults = "restarts", 1
+    assert check_answers(follower) == {0} and servers[0].num_faults == 0
+    leader.close()
+    calls = len(servers[0].calls)
+    time.sleep(0.3)
+    assert len(servers[0].calls) == calls  # a closed engine asks nothing any more
+
+
+def test_sleeping_servers_are_left_alone(
+    servers: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner has the GPUs then: a server that lost its weights gets them with the next update."""
+    monkeypatch.setattr(vllm, "_KEEPER_SECONDS", 0.05)
+    leader = make_engine(servers[:1], tmp_path, sleeps=True)
+    leader.release()
+    calls = len(servers[0].calls)
+    time.sleep(0.3)
+    assert len(servers[0].calls) == calls
+    leader.load_weights(iter(WEIGHTS.items()), policy_version=4)
+    assert check_answers(leader) == {0}
+    leader.close()
 
 
 ANSWER_FAULTS = [
@@ -405,6 +438,26 @@ def test_ended_servers_are_started_anew(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         servers.stop()
     assert all(process.poll() is not None for process in servers._processes)
+
+
+def test_a_server_outlives_the_thread_that_revived_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions that are drawn ahead are drawn on a thread of their own, which ends."""
+    monkeypatch.setattr(
+        vllm_server, "command", lambda *args, **kwargs: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    monkeypatch.setattr(vllm_server.Server, "call", lambda *args, **kwargs: None)
+    rollout = RolloutConfig(vllm=VllmConfig(launch=True))
+    servers = vllm_server.LaunchedServers(rollout, tmp_path / "model", folder=tmp_path, max_sequence_length=8)
+    try:
+        servers._processes[0].kill()
+        servers._processes[0].wait()
+        thread = threading.Thread(target=servers.revive)
+        thread.start()
+        thread.join()
+        with pytest.raises(subprocess.TimeoutExpired):
+            servers._processes[0].wait(timeout=1.0)
+    finally:
+        servers.stop()
 
 
 def test_servers_end_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
