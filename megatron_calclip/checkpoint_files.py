@@ -10,18 +10,26 @@ No torch and no Megatron in here: what a checkpoint contains is `learner/checkpo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_calclip.errors import UserError
+
+_BEGUN = re.compile(r"step_\d+\.[0-9a-f]{8}\.partial")
+"""A checkpoint that is being written (`learner/checkpoint.py`)."""
+_VISIBLE_SECONDS = 30
+"""How long a shared file system may take to show another machine's file."""
 
 TRACKER = "latest_checkpoint.json"
 BEST_TRACKER = "best_checkpoint.json"
@@ -110,6 +118,15 @@ def write_json(path: Path, value: Any) -> None:
     aside.rename(path)
 
 
+def _wait_for(path: Path) -> None:
+    """Until a shared file system shows a file that another machine has written."""
+    for _ in range(_VISIBLE_SECONDS):
+        if path.is_file():
+            return
+        time.sleep(1.0)
+    raise OSError(f"{path} has been written by a rank, and is not there")
+
+
 def write_manifest(folder: Path, records: dict[str, FileRecord]) -> str:
     """Write a checkpoint's manifest, and the names in its folders to disk.
 
@@ -119,7 +136,12 @@ def write_manifest(folder: Path, records: dict[str, FileRecord]) -> str:
 
     Returns:
         the manifest's SHA-256.
+
+    Raises:
+        OSError: when a file that another rank has written cannot be seen from here.
     """
+    for name in records:
+        _wait_for(folder / name)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     complete = {str(path.relative_to(folder)): path for path in paths if path.name != MANIFEST}
     known = {name: records.get(name) or flushed_record(path) for name, path in complete.items()}
@@ -272,7 +294,10 @@ def discard(folders: Iterable[Path]) -> None:
 
     What a program that is killed meanwhile leaves is removed by the next `discard_leftovers`.
     """
-    aside = [folder.rename(folder.with_name(f".removed_{secrets.token_hex(4)}")) for folder in folders]
+    aside = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # an earlier call's thread has just removed it
+            aside.append(folder.rename(folder.with_name(f".removed_{secrets.token_hex(4)}")))
 
     def remove() -> None:
         for folder in aside:
@@ -283,8 +308,12 @@ def discard(folders: Iterable[Path]) -> None:
 
 
 def discard_leftovers(run_dir: Path) -> None:
-    """Remove what runs that were killed have left: checkpoints that they had begun, and those that they were removing."""
-    discard([*run_dir.glob("step_*.partial"), *run_dir.glob(".removed_*")])
+    """Remove what runs that were killed have left: checkpoints that they had begun, and those that they were removing.
+
+    A conversion that is being written beside them (`step_200_hf...partial`) is not theirs.
+    """
+    begun = [path for path in run_dir.glob("step_*.partial") if _BEGUN.fullmatch(path.name)]
+    discard([*begun, *run_dir.glob(".removed_*")])
 
 
 def find(

@@ -30,6 +30,8 @@ from megatron_calclip.config_check import check_shape
 from megatron_calclip.errors import UserError
 from megatron_calclip.weights.mapping import ModelShape
 
+# Frequencies that do not depend on the length of the sequence at hand, as those of `dynamic` and `longrope` do.
+FIXED_ROPE_SCALINGS = ("linear", "llama3", "yarn")
 _CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 GENERATION = "generation_config.json"
 _PAD, _EOS = "<pad>", "<eos>"
@@ -144,7 +146,9 @@ def load_hf_config(config: Config, tokenizer: Any) -> PretrainedConfig:
     """
     model = config.model
     if model.shape is not None:
-        return _make_config(model.shape, model.max_sequence_length, tokenizer)
+        made = _make_config(model.shape, model.max_sequence_length, tokenizer)
+        _check_split(ModelShape.from_hf_config(made), config)
+        return made
     assert model.hf is not None
     hf_config = read_hf_config(config, Path(model.hf))
     if len(tokenizer) > hf_config.vocab_size:
@@ -174,18 +178,27 @@ def read_hf_config(config: Config, folder: Path) -> PretrainedConfig:
     _check_architecture(hf_config, model)
     try:
         shape = _shape_of(hf_config)
-        ModelShape.from_hf_config(hf_config)
+        whole = ModelShape.from_hf_config(hf_config)
     except Exception as error:
         raise UserError(
             "model.hf", f"config.json of {name!r} describes no model ({_reason(error)}); correct it"
         ) from None
     check_shape(shape, config, where="model.hf")
+    _check_split(whole, config)
     if model.max_sequence_length > hf_config.max_position_embeddings:
         raise UserError(
             "model.max_sequence_length",
             f"{model.max_sequence_length} exceeds the model's context of {hf_config.max_position_embeddings}; lower it",
         )
     return hf_config
+
+
+def _check_split(shape: ModelShape, config: Config) -> None:
+    """Refuse a tensor-parallel size that the padded vocabulary cannot be cut into; `check_shape` has seen to the rest."""
+    try:
+        shape.check_parallel(config.parallel.tp)
+    except ValueError as error:
+        raise UserError("parallel.tp", str(error)) from None
 
 
 def _check_architecture(config: PretrainedConfig, model: ModelConfig) -> None:
@@ -195,6 +208,12 @@ def _check_architecture(config: PretrainedConfig, model: ModelConfig) -> None:
         raise UserError("model.hf", f"architecture {config.model_type!r} is not supported; use one of {supported}")
     if config.hidden_act != "silu":
         raise UserError("model.hf", f"hidden_act {config.hidden_act!r} is not supported; use a model with silu")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ("default", *FIXED_ROPE_SCALINGS):
+        raise UserError(
+            "model.hf",
+            f"RoPE scaling {rope!r} is not supported; use a model with {', '.join(FIXED_ROPE_SCALINGS)} or none",
+        )
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and model.max_sequence_length > config.sliding_window:
         raise UserError(

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -56,7 +58,7 @@ from megatron_calclip.learner.checkpoint_state import (
 from megatron_calclip.learner.checkpoint_writer import WRITE_ERRORS, Writer
 from megatron_calclip.learner.learner import Learner
 from megatron_calclip.learner.runtime import Runtime
-from megatron_calclip.weights.dist_load import METADATA_FILE, DistCheckpoint
+from megatron_calclip.weights.dist_load import FP8_STATE, METADATA_FILE, DistCheckpoint
 from megatron_calclip.weights.dist_save import name_format, write_metadata
 
 _TENSORS = "state.safetensors"
@@ -228,6 +230,31 @@ def _on_rank_zero(runtime: Runtime, action: Callable[[], None], folder: Path) ->
         )
 
 
+def check_fp8_state(folder: Path, state: Any) -> None:
+    """Whether a checkpoint's weights come with the histories that delayed scaling goes on from.
+
+    Args:
+        folder: Megatron's part of the checkpoint.
+        state: the sharded state that would be loaded.
+
+    Raises:
+        UserError: when they are missing, or of another length.
+    """
+    stored = DistCheckpoint(folder).tensors
+    for wanted in nested_values(state):
+        if not isinstance(wanted, ShardedTensor) or FP8_STATE not in wanted.key:
+            continue
+        entry = stored.get(wanted.key)
+        if entry is None or tuple(entry.size) != tuple(wanted.global_shape):
+            found = "has none" if entry is None else f"has them with {tuple(entry.size)} entries"
+            raise UserError(
+                "precision.recipe",
+                f"tensorwise_delayed goes on from amax histories of {tuple(wanted.global_shape)} entries, and {folder} {found}; "
+                "resume with the recipe and precision.amax_history_length of that run, or start from its weights "
+                "(tools/convert/megatron_to_hf.py, then model.hf)",
+            )
+
+
 def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load weights, masters, optimizer and schedule into a learner of any layout; collective.
 
@@ -235,8 +262,9 @@ def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tens
         what `save` was given as `state` (with `step`) and as `tensors`.
 
     Raises:
-        UserError: for a checkpoint in an earlier format, or of another model.
+        UserError: for a checkpoint in an earlier format, of another model, or without the FP8 state that this learner needs.
     """
+    check_fp8_state(folder / MEGATRON_PART, model_state(learner))
     state, optimizer = read_state(folder), folder / OPTIMIZER_PART
     if not (optimizer / METADATA_FILE).is_file():
         raise UserError(
@@ -247,5 +275,8 @@ def load(folder: Path, learner: Learner) -> tuple[dict[str, Any], dict[str, Tens
     load_optimizer(learner, model_state(learner), DistCheckpoint(optimizer), adam_step=state["adam_step"])
     load_model(folder / MEGATRON_PART, learner)
     learner.refresh_fp8_params()
-    learner.scheduler.load_state_dict(state["scheduler"])
+    # Of the schedule its place alone: what it looks like is the configuration's to say, and Megatron's own loader would add the
+    # place to that of a learner that has trained (a rollback).
+    learner.scheduler.num_steps = 0
+    learner.scheduler.step(increment=state["scheduler"]["num_steps"])
     return state, load_file(folder / _TENSORS)

@@ -118,7 +118,10 @@ def adam_step(learner: Learner) -> int:
     counts: set[int] = set()
     for part in _optimizers(learner):
         optimizer = part.optimizer
-        holders = optimizer.state.values() if _uses_torch_adam(part) else optimizer.param_groups
+        if _uses_torch_adam(part):
+            holders = list(optimizer.state.values())
+        else:  # FusedAdam counts by group, in some versions not where this rank owns nothing of it
+            holders = [group for group in optimizer.param_groups if group["params"]]
         counts |= {int(holder.get(_STEP, 0)) for holder in holders}
     assert len(counts) <= 1, "parameters have been updated unequally often"
     return counts.pop() if counts else 0

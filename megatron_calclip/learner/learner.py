@@ -110,7 +110,9 @@ class Learner:
         source: HF weights to start from.
         lr: peak learning rate.
         num_steps: steps that the learning-rate schedule is laid out for.
-        schedule: its shape; see `config.ScheduleConfig`.
+        warmup_steps: steps in which the rate rises from 0.
+        decay: shape of its fall; see `config.ScheduleConfig`.
+        min_lr: rate at the end of it.
     """
 
     def __init__(

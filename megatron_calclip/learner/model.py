@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_calclip.config import Config, PrecisionConfig
-from megatron_calclip.errors import UserError
+from megatron_calclip.hf import FIXED_ROPE_SCALINGS
 from megatron_calclip.learner import cpu
 from megatron_calclip.learner.attention import PackedAttention, PackedRotaryEmbedding
 from megatron_calclip.learner.parallel_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, make_fp8
@@ -43,15 +43,13 @@ from megatron_calclip.precision.backend import choose, transformer_engine_presen
 from megatron_calclip.precision.recipes import megatron_fields
 from megatron_calclip.weights.mapping import ModelShape
 
-# Frequencies that do not depend on the length of the sequence at hand, as those of `dynamic` and `longrope` do.
-FIXED_ROPE_SCALINGS = ("linear", "llama3", "yarn")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def uses_transformer_engine(precision: PrecisionConfig) -> bool:
     """Whether layers come from TransformerEngine: it is present, and no other FP8 backend was asked for."""
-    if precision.recipe == "bf16" and precision.backend == "auto":
-        return transformer_engine_present()
+    if precision.recipe == "bf16" and precision.backend != "te":
+        return precision.backend == "auto" and transformer_engine_present()
     return choose(precision) == "te"
 
 
@@ -128,11 +126,7 @@ def _rope(hf_config: Any) -> tuple[Tensor, float]:
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
-    if kind not in FIXED_ROPE_SCALINGS:
-        raise UserError(
-            "model.hf",
-            f"RoPE scaling {kind!r} is not supported; use a model with {', '.join(FIXED_ROPE_SCALINGS)} or none",
-        )
+    assert kind in FIXED_ROPE_SCALINGS, "checked when the configuration is read"
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return inv_freq, factor
 

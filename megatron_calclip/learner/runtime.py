@@ -89,6 +89,11 @@ def start(config: Config) -> Runtime:
     Works under torchrun and in a plain process (a world of one). The configuration must have passed `config_check.check`
     for this world size.
     """
+    if (
+        config.train.deterministic
+    ):  # read when CUDA's libraries start; Megatron refuses TransformerEngine without the first
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):

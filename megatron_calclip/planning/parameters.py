@@ -25,8 +25,6 @@ class RankParameters:
     """Those of decoder linears, which FP8 is about."""
     head: int
     """Those of the output layer, where it is computed; tied ones too."""
-    largest: int
-    """Those of its largest tensor."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,7 +62,6 @@ def rank_parameters(shape: ModelShape, parallel: ParallelConfig) -> tuple[RankPa
             total=sum(sizes[stage]),
             linears=linears[stage],
             head=head if stage == pp - 1 else 0,
-            largest=max(sizes[stage]),
         )
         for stage in range(pp)
     )

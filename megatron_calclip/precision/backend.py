@@ -56,7 +56,7 @@ def choose(precision: PrecisionConfig) -> Literal["te", "scaled_mm", "emulated"]
                 "precision.backend",
                 "te needs TransformerEngine and a GPU; see docs/install.md, or use emulated",
             )
-        if capability < _FP8_CAPABILITY:
+        if recipe != "bf16" and capability < _FP8_CAPABILITY:
             raise UserError(
                 "precision.recipe", f"{recipe} with te needs an Ada GPU or newer; use bf16, or backend: emulated"
             )
@@ -134,6 +134,13 @@ def _check_hardware(config: Config, shape: ModelShape, backend: Literal["te", "s
         return
     if precision.power_of_two_scales is not None:
         raise UserError("precision.power_of_two_scales", "Megatron has no such setting for te; leave it null")
+    if precision.amax_group != "te":
+        raise UserError("precision.amax_group", "TransformerEngine takes each shard's own amax; set it to te")
+    if precision.first_last_layers_bf16 > shape.num_layers // config.parallel.pp:
+        raise UserError(
+            "precision.first_last_layers_bf16",
+            f"Megatron wants at most a pipeline stage's {shape.num_layers // config.parallel.pp} layers; lower it",
+        )
     if recipe == "rowwise":  # see `te_rowwise`
         if precision.fp8_param:
             raise UserError(

@@ -46,7 +46,9 @@ _LAYERS = "decoder.layers."
 _VOCABULARY_ENDINGS = ("word_embeddings.weight", "output_layer.weight")
 
 _UNMAPPED_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state")
-_UNMAPPED_PARTS = ("_extra_state", "rotary_pos_emb", "rotary_emb")
+FP8_STATE = ".fp8."
+"""In the names of delayed scaling's histories and scales."""
+_UNMAPPED_PARTS = ("_extra_state", "rotary_pos_emb", "rotary_emb", FP8_STATE)
 """Keys that are no weights."""
 
 _DCP = "torch.distributed.checkpoint"

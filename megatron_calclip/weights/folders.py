@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,8 @@ def written_aside(folder: Path, *, overwrite: bool, mark: str, kind: str) -> Ite
             there before.
     """
     check_free(folder, overwrite=overwrite, mark=mark, kind=kind)
-    partial = folder.with_name(folder.name + ".partial")
+    partial = _beside(folder, "partial")
     with _reported(folder), _removed_on_failure(partial):
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir(parents=True)
         yield partial
         _replace(folder, partial)
@@ -85,6 +85,11 @@ def _reported(folder: Path) -> Iterator[None]:
         raise UserError(str(folder), problem, exit_code=EXIT_FAILED) from None
 
 
+def _beside(folder: Path, ending: str) -> Path:
+    """A name that nobody has: `NAME.old` may be a user's own."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.{ending}")
+
+
 @contextlib.contextmanager
 def _removed_on_failure(partial: Path) -> Iterator[None]:
     try:
@@ -103,8 +108,7 @@ def _replace(folder: Path, partial: Path) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         partial.replace(folder)
         return
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _beside(folder, "old")
     folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old)

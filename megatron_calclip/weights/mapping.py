@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from megatron_calclip.weights.layouts import COLUMNS, GATE_UP, QKV, REPLICATED, 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this, whatever TP is: all layouts then have the same shapes."""
 
-LayerSpec = Literal["local", "te"]
 """Whose layers a GPTModel has: Megatron's own, or Transformer Engine's (norms fused, experts grouped)."""
 
 

@@ -9,6 +9,7 @@ gradients have several buckets (tied embeddings under PP are not restored).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -203,6 +204,14 @@ def check_same_layout(checks: Checks, root: Path, parallel: dict[str, Any], dtyp
                 same_bits(snapshot(learner), state) and same_bits(tensors, TENSORS) and STATE.items() <= values.items(),
             )
         checks.true(f"{title}: learning rate", learner.lr == rate)
+        _step(learner, root)
+        checkpoint.load(folder, learner)  # a rollback
+        checks.true(f"{title}: learning rate after a rollback", learner.lr == rate)
+        longer = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=8))
+        other = make_learner(longer, runtime, MODEL)
+        checkpoint.load(folder, other)
+        expected = config.optimizer.lr * (1 - STEP / 8)
+        checks.true(f"{title}: the schedule is the configuration's", abs(other.lr - expected) < 1e-12, f"{other.lr}")
         resumed = _step(learner, root)
         checks.true(
             f"{title}: continues to the bit",

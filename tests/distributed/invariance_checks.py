@@ -11,24 +11,19 @@ import torch
 from checks import Checks, Values, layout
 from tiny_learners import (
     MODELS,
-    SIZES,
     History,
     MegatronLearner,
     PlainLearner,
     make_batch,
     make_config,
     make_learner,
-    rope,
     train,
 )
 from torch import Tensor
-from transformers import LlamaConfig
 
 from megatron_calclip.config import AlgorithmConfig, Config
 from megatron_calclip.config_file import launch_world_size
-from megatron_calclip.errors import UserError
 from megatron_calclip.learner.learner import Learner
-from megatron_calclip.learner.model import transformer_config
 from megatron_calclip.weights.stream import stream_hf
 
 FP32 = 1e-5
@@ -223,9 +218,3 @@ def check_models(checks: Checks, root: Path, _: Path) -> None:
             actual = dict(zip(names, policy.score(), strict=True))
             expected = dict(zip(names, PlainLearner(config, model, batch).score(), strict=True))
             checks.close(f"{model}: scores", actual, expected, tolerance=FP32)
-    try:
-        transformer_config(config, LlamaConfig(**SIZES | rope("dynamic", factor=2.0)))
-        refused = False
-    except UserError as error:
-        refused = "dynamic" in str(error)
-    checks.true("frequencies that depend on the length are refused", refused)

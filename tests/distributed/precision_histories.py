@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fp8_learners import Training, check, precision_config, same, save, started, weights
 from torch import Tensor
 
+from megatron_calclip.errors import UserError
 from megatron_calclip.learner import checkpoint
 from megatron_calclip.precision.scaling import DelayedScaling
 
@@ -184,6 +185,24 @@ def check_checkpoint(saved: str, loaded: str, root: Path, **settings: Any) -> No
         other.update()
         difference = abs(other.losses[-1] - next_loss)
         check(f"{name}: next loss", difference <= (0 if saved == loaded else 2e-3), difference)
+    for what, other in (
+        ("another length", precision_config("tensorwise_delayed", loaded, **settings, amax_history_length=7)),
+        ("none", None),
+    ):
+        if other is None:  # a checkpoint of another recipe
+            with started(config := precision_config("rowwise", saved)) as runtime:
+                training = Training.begin(config, runtime, model)
+                training.update()
+                folder = save(training, root / f"{name} without".replace(" ", "_").replace(">", ""))
+            other = precision_config("tensorwise_delayed", loaded, **settings)
+        with started(other) as runtime:
+            problem = ""
+            try:
+                checkpoint.load(folder, Training.begin(other, runtime, model).learner)
+            except UserError as error:
+                problem = str(error)
+            named = problem.startswith("precision.recipe: tensorwise_delayed goes on from amax histories")
+            check(f"{name}: histories of {what} are an error", named, problem)
 
 
 def all_layers(own: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_calclip import checkpoint_files
 from megatron_calclip.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -174,7 +175,8 @@ def test_a_file_that_is_hashed_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_discarded_is_gone_at_once(run_dir: Path) -> None:
-    for name in ("step_8.1a2b.partial", ".removed_1a2b"):  # of runs that were killed
+    (run_dir / "step_4_hf.0a1b2c3d.partial").mkdir()  # a conversion that goes on beside the run
+    for name in ("step_8.1a2b3c4d.partial", ".removed_1a2b"):  # of runs that were killed
         (run_dir / name / "megatron").mkdir(parents=True)
     discard([run_dir / "step_2"])
     discard_leftovers(run_dir)
@@ -182,4 +184,31 @@ def test_what_is_discarded_is_gone_at_once(run_dir: Path) -> None:
     for thread in threading.enumerate():
         if thread.name == "discard":
             thread.join()
-    assert sorted(path.name for path in run_dir.iterdir()) == [TRACKER, "step_4", "step_6"]
+    left = sorted(path.name for path in run_dir.iterdir())
+    assert left == [TRACKER, "step_4", "step_4_hf.0a1b2c3d.partial", "step_6"]
+
+
+def test_what_another_thread_has_just_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier save's thread may end between the listing and the renaming of the next one."""
+    (tmp_path / ".removed_2").mkdir()
+    discard([tmp_path / ".removed_1", tmp_path / ".removed_2"])
+    assert not (tmp_path / ".removed_2").exists()
+
+
+def test_a_manifest_names_every_file_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system may show another machine's file late, or never: then the checkpoint is not whole."""
+    (tmp_path / "a").write_bytes(b"1")
+    record = flushed_record(tmp_path / "a")
+    seconds = 0
+
+    def sleep(_: float) -> None:
+        nonlocal seconds
+        seconds += 1
+        if seconds == 3:
+            (tmp_path / "late").write_bytes(b"1")
+
+    monkeypatch.setattr(checkpoint_files.time, "sleep", sleep)
+    write_manifest(tmp_path, {"a": record, "late": record})
+    assert read_manifest(tmp_path) == {"a": record, "late": record} and seconds == 3
+    with pytest.raises(OSError, match="never has been written by a rank, and is not there"):
+        write_manifest(tmp_path, {"a": record, "never": record})

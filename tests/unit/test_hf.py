@@ -195,6 +195,10 @@ def refused(folder: Path, values: dict[str, Any] | str, *, parallel: ParallelCon
         ({"num_attention_heads": 0}, "model.hf: config.json"),
         ({"num_key_value_heads": 3}, "model.hf: num_query_groups 3 does not divide"),
         ({"hidden_act": "gelu"}, "model.hf: hidden_act 'gelu' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "model.hf: RoPE scaling 'dynamic' is not supported",
+        ),
         ({"vocab_size": 8}, f"model.tokenizer: has {len(TOKENIZER)} tokens, but the model only 8"),
         ({"max_position_embeddings": 32}, "model.max_sequence_length: 64 exceeds the model's context of 32"),
         (
@@ -231,3 +235,18 @@ def test_folder_without_config(tmp_path: Path) -> None:
 )
 def test_model_that_cannot_be_split_so(tmp_path: Path, parallel: ParallelConfig, complaint: str) -> None:
     assert complaint in refused(tmp_path, {"model_type": "qwen2", **TINY}, parallel=parallel)
+
+
+def test_a_padded_vocabulary_that_cannot_be_cut(tmp_path: Path) -> None:
+    """128 rows in 3 parts, though heads and widths divide: found before anything is built, for a made model too."""
+    values = LlamaConfig(
+        **TINY | {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    )
+    complaint = refused(tmp_path, values.to_dict(), parallel=ParallelConfig(tp=3))
+    assert complaint.startswith("parallel.tp: the padded vocabulary is 128, which tp=3 does not divide")
+    shape = ShapeConfig(
+        "llama", num_layers=2, hidden_size=48, ffn_hidden_size=96, num_attention_heads=6, num_query_groups=3
+    )
+    model = ModelConfig(shape=shape, max_sequence_length=48)
+    with pytest.raises(UserError, match=r"^parallel.tp: the padded vocabulary"):
+        load_hf_config(Config(model=model, parallel=ParallelConfig(tp=3)), TOKENIZER)

@@ -402,6 +402,7 @@ def test_weights_of_stacked_layers_get_their_numbers(tmp_path: Path) -> None:
         "decoder.layers.mlp.linear_fc2.weight": torch.arange(24.0).view(2, 3, 4),
         "embedding.word_embeddings.weight": torch.arange(20.0).view(10, 2),
         "decoder.layers.mlp.linear_fc2._extra_state/shard_0_2": torch.zeros(1),
+        "decoder.layers.0.mlp.linear_fc2.fp8.input_scaling.amax_history": torch.zeros(4),  # of delayed scaling
         "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": torch.zeros(2, 3, 4),
     }
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)

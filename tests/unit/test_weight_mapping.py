@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tiny_checkpoints
@@ -29,7 +29,6 @@ from megatron_calclip.weights import save
 from megatron_calclip.weights.layouts import COLUMNS, GATE_UP, QKV, REPLICATED, VOCABULARY, Layout
 from megatron_calclip.weights.load import INDEX_FILE, HFSource, load_hf
 from megatron_calclip.weights.mapping import (
-    LayerSpec,
     ModelShape,
     find_tensor,
     hf_shapes,
@@ -49,6 +48,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **tiny_checkpoints.MOE, mlp_only_layers=[1]),
 }
 ALONE = ParallelGroups()
+LayerSpec = Literal["local", "te"]
 
 
 def megatron_names(shape: ModelShape, spec: LayerSpec) -> list[str]:
