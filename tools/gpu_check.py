@@ -321,6 +321,7 @@ def check_shadow(bench: Bench) -> Iterator[Row]:
         )
         same = torch.equal(learner.log_probs(batch).log_probs, before)
         yield Row("FP8 log-probs after shadow passes", "the same" if same else "others", "the same", same)
+        del learner, batch, plain, shadow  # before the next learner is built
 
 
 def check_te(bench: Bench) -> Iterator[Row]:
@@ -337,6 +338,7 @@ def check_te(bench: Bench) -> Iterator[Row]:
                 yield train_steps(bench, f"{recipe} te", learner, batch)
                 if "bf16" in bench.tokens_per_second:
                     yield speedup(bench, f"{recipe} te")
+            del learner, batch  # before the next learner is built
         distance = float((found["te"] - found["emulated"]).abs().mean())
         yield Row(
             f"{recipe}: mean |dlogp| of te against emulated",

@@ -132,6 +132,8 @@ def _memory_share(config: Config) -> float:
 def _sampler_bytes(config: Config, device: Device, servers: Servers) -> tuple[float, float]:
     """What samplers take of a learner's device: always, and while they sample."""
     if config.rollout.engine == "local":
+        if config.rollout.max_staleness:  # it samples while the learner trains
+            return servers.weight_bytes + servers.cache_bytes, 0.0
         return servers.weight_bytes, servers.cache_bytes
     if not config.rollout.vllm.launch:  # on machines of their own
         return 0.0, 0.0
@@ -233,7 +235,8 @@ def make_plan(config: Config, shape: ModelShape, workload: Workload | None = Non
         max_sequence_length=config.model.max_sequence_length,
         workload=workload,
         servers=servers,
-        overlaps=config.rollout.max_staleness > 0,
+        # The embedded engine samples on the learner's own devices: beside it, but not besides.
+        overlaps=config.rollout.max_staleness > 0 and config.rollout.engine == "vllm",
         flops=per_stage,
         seconds=seconds,
         assumptions=tuple(timing.assumptions(config, device, workload)),
