@@ -316,6 +316,24 @@ def discard_leftovers(run_dir: Path) -> None:
     discard([*begun, *run_dir.glob(".removed_*")])
 
 
+def set_aside(run_dir: Path) -> Path | None:
+    """Move an earlier run's checkpoints out of the way of one that starts over in its folder, so that neither is taken for the
+    other's.
+
+    Returns:
+        the folder that holds them now; None when there were none.
+    """
+    found = [run_dir / f"step_{step}" for step in steps(run_dir)]
+    found += [path for path in (run_dir / TRACKER, run_dir / BEST_TRACKER) if path.exists()]
+    if not found:
+        return None
+    aside = run_dir / f"earlier_{secrets.token_hex(4)}"
+    aside.mkdir()
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
 def find(
     run_dir: Path,
     resume: str,

@@ -602,7 +602,7 @@ class EvalConfig:
     """RL steps between evaluations; 0: only before the first and after the last step."""
     num_prompts: PositiveInt | None = 256
     """Problems of each set, its first ones; null: all (of a generated task 256)."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Annotated[Int, Field(ge=1, le=2000)] = 1
     """Completions per problem."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""

@@ -132,6 +132,18 @@ def _apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
     return _merge(values, nested)
 
 
+def names_setting(overrides: Sequence[str], setting: str) -> bool:
+    """Whether `section.key=value` strings give a setting a value, by its own name or within its section's."""
+    values: Any = {}
+    for override in overrides:
+        values = _apply_override(values, override)
+    for part in setting.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
 def _known_keys(cls: type, prefix: str = "") -> list[str]:
     """Dotted names of all settings under a config dataclass."""
     names: list[str] = []
@@ -170,17 +182,32 @@ def _shown(value: Any, longest: int = 60) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
+def _setting_of(location: Sequence[int | str]) -> str:
+    """The setting that a complaint is about: without the kinds of value (`bool`, `literal['auto']`) that pydantic tried."""
+    parts = [str(part) for part in location]
+    known = _known_keys(Config)
+    sections = {key.rpartition(".")[0] for key in known}
+    for length in range(len(parts), 0, -1):
+        if (key := ".".join(parts[:length])) in known and key not in sections:
+            parts = parts[:length] + [part for part in parts[length:] if part.isdigit()]
+            break
+    return ".".join(part if part.isprintable() else repr(part) for part in parts) or "configuration"
+
+
 def _user_error(error: ValidationError) -> UserError:
-    """Pydantic's first complaint as one line."""
-    detail = error.errors()[0]
-    parts = [str(part) for part in detail["loc"]]
-    where = ".".join(part if part.isprintable() else repr(part) for part in parts) or "configuration"
+    """Pydantic's first complaint as one line; of a setting that may be of several kinds, what it says of each."""
+    details = error.errors()
+    detail, where = details[0], _setting_of(details[0]["loc"])
     if detail["type"] == "unexpected_keyword_argument":
         return UserError(where, _unknown_key(where))
     if detail["type"] == "dataclass_type":
         problem = "is a section: should hold settings"
     else:
-        problem = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        same = [one["msg"] for one in details if _setting_of(one["loc"]) == where]
+        told = [
+            text.removeprefix("Value error, ").removeprefix("Input ").replace("valid tuple", "list") for text in same
+        ]
+        problem = " or ".join(dict.fromkeys(told))
     return UserError(where, f"{problem} (got {_shown(detail['input'])}); correct the value")
 
 

@@ -22,8 +22,10 @@ import torch
 
 from megatron_calclip.batch import Prompt
 from megatron_calclip.config import Config
+from megatron_calclip.data_presets import fitting_rewards
 from megatron_calclip.data_sets import DataSet, counted, duplicate_reasons, load_data_set, overlap_reasons
 from megatron_calclip.errors import UserError
+from megatron_calclip.rewards.scorer import BUILT_IN
 from megatron_calclip.tasks import Row, Source, generated_task
 
 # Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them. Those of a file
@@ -294,7 +296,9 @@ def train_stream(config: Config, tokenizer: Any, held_out: Sequence[EvalSet] = (
     stream = PromptStream(source, form, id_offset=0, report=report)
     dynamic = config.algorithm.dynamic_sampling
     rounds = dynamic.max_rounds if dynamic.enabled else 1
-    stream.check(config.train.num_steps * config.train.prompts_per_step * rounds)
+    # After a rollback steps are done again, on other prompts.
+    attempts = 1 + config.alarms.max_rollbacks if config.alarms.action == "rollback" else 1
+    stream.check(config.train.num_steps * config.train.prompts_per_step * rounds * attempts)
     return stream
 
 
@@ -338,4 +342,5 @@ def _generated_set(name: str, task: Source, tokenizer: Any, config: Config) -> E
             break
         prompt = stream.take(position, 1)[0]
         seen.setdefault(prompt.text, prompt)
-    return EvalSet(name, list(seen.values()), config.reward.name)
+    usable, reward = fitting_rewards(name), config.reward.name
+    return EvalSet(name, list(seen.values()), reward if reward in usable or reward not in BUILT_IN else usable[0])

@@ -11,6 +11,7 @@ an error that names its line.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,18 +40,32 @@ class NotOfThisLayout(ValueError):
     """A row of another kind in a mixed file: left out and counted, never an error."""
 
 
+TASK_REWARDS = {"arithmetic": ("exact", "math"), "scratchpad": ("scratchpad",)}
+"""Generated task -> built-in rewards that can read its answers, the usual one first."""
+
+
+def fitting_rewards(name: str) -> tuple[str, ...]:
+    """Built-in rewards that can read the answers of a set, the usual one first: of its layout or task; else all.
+
+    Args:
+        name: as in `data.train` and `eval.sets`.
+    """
+    layout = name.partition("=")[0]
+    return (PRESETS[layout].reward,) if layout in PRESETS else TASK_REWARDS.get(name, BUILT_IN)
+
+
 def check_training_reward(config: Config) -> None:
-    """Whether a run's reward can read the answers of its training set's layout.
+    """Whether a run's reward can read the answers of its training set.
 
     Raises:
-        UserError: when it is another built-in reward than the layout's.
+        UserError: when it is a built-in reward that would score 0 throughout.
     """
-    layout = config.data.train.partition("=")[0]
-    preset, name = PRESETS.get(layout), config.reward.name
-    if preset is not None and name in BUILT_IN and name != preset.reward:
+    name, usable = config.reward.name, fitting_rewards(config.data.train)
+    if name in BUILT_IN and name not in usable:
         raise UserError(
             "reward.name",
-            f"{name} cannot score the answers of layout {layout}; use {preset.reward}, or a function of your own",
+            f"{name} cannot score the answers of data.train={config.data.train}; use {' or '.join(usable)}, or a function of "
+            "your own",
         )
 
 
@@ -103,6 +118,8 @@ def answer_text(value: Any, name: str) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"field {name!r} is a {type(value).__name__}, not a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"field {name!r} is {value}, which is no answer")
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_EXACT_FLOAT:
         value = int(value)
     return str(value)

@@ -11,6 +11,7 @@ before the run and not as a problem that nobody ever solves.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -21,7 +22,7 @@ from pathlib import PurePath
 
 from megatron_calclip.config import DataConfig
 from megatron_calclip.data_files import HUB_PREFIX, RawRow, RowFile, open_rows
-from megatron_calclip.data_presets import PRESETS, NotOfThisLayout, Preset, RawMapping, answer_text
+from megatron_calclip.data_presets import PRESETS, NotOfThisLayout, Preset, RawMapping, answer_text, problem_text
 from megatron_calclip.errors import UserError
 from megatron_calclip.rewards import check_gold
 from megatron_calclip.tasks import Row
@@ -150,7 +151,7 @@ def _usable_row(raw: RawRow, preset: Preset | None, data: DataConfig, reward: st
         raise raw.value
     if not isinstance(raw.value, dict):
         raise ValueError(f"is a {type(raw.value).__name__}, not an object with fields")
-    problem, answer, metadata = preset.row(raw.value) if preset else _named_fields(raw.value, data)
+    problem, answer, metadata = preset.row(raw.value) if preset else _named_fields(raw.value, data, reward)
     f"{problem}{answer}".encode()  # raises for half of a surrogate pair, which is JSON but no text
     if reward == "math":
         tolerance = metadata.get("tolerance")
@@ -166,16 +167,21 @@ def _check_math_reference(answer: str, tolerance: str | None) -> None:
     check_gold("math", answer, {"tolerance": tolerance})
 
 
-def _named_fields(row: RawMapping, data: DataConfig) -> Row:
-    """A row whose columns the configuration names; all other columns are kept."""
+def _named_fields(row: RawMapping, data: DataConfig, reward: str) -> Row:
+    """A row whose columns the configuration names; all other columns are kept. Programs are scored by the column `tests`, or by
+    an answer that holds the tests, as text or as an object."""
     for setting, name in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
-        if name not in row:
+        if name not in row and not (reward == "code" and name == data.answer_field and "tests" in row):
             raise ValueError(f"has no field {name!r} (named by {setting})")
-    problem = row[data.prompt_field]
-    if not isinstance(problem, str):
-        raise ValueError(f"field {data.prompt_field!r} is a {type(problem).__name__}, not a text")
+    problem = problem_text(row, data.prompt_field)
     rest = {key: value for key, value in row.items() if key not in (data.prompt_field, data.answer_field)}
-    return problem, answer_text(row[data.answer_field], data.answer_field), rest
+    answer = row.get(data.answer_field, "")
+    if reward == "code" and isinstance(answer, dict):
+        return problem, json.dumps(answer), rest
+    text = answer_text(answer, data.answer_field)
+    if reward in ("exact", "scratchpad") and not text.strip():
+        raise ValueError(f"field {data.answer_field!r} is empty")
+    return problem, text, rest
 
 
 @lru_cache(maxsize=1 << 16)  # some sets repeat each problem a hundred times

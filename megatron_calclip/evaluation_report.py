@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 import megatron_calclip
@@ -139,7 +140,7 @@ def table(results: Sequence[SetResult], *, title: str) -> Table:
     means = overall(results)
     names = [f"avg@{n}", *([f"pass@{n}"] if n > 1 else []), *([f"maj@{n}"] if n > 1 else [])]
     titled = Table(
-        title=title,
+        title=escape(title),
         caption=f"\\[low, high]: {COVERAGE:.0%} interval over problems; the mean weighs sets alike",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -154,7 +155,7 @@ def table(results: Sequence[SetResult], *, title: str) -> Table:
     titled.add_column("cut", justify="right", no_wrap=True)
     for result in results:
         found = result.estimates
-        titled.add_row(result.eval_set.name, str(len(result.graded)), *_cells(found, names))
+        titled.add_row(escape(result.eval_set.name), str(len(result.graded)), *_cells(found, names))
     if len(results) > 1:
         titled.add_row("mean", "", *_cells(means, names), style="bold")
     return titled

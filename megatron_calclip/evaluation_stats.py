@@ -105,7 +105,7 @@ def bootstrap_means(values: Values, *, seed: int, name: str) -> Values:
 
 def estimate(value: float, replicates: Values | None) -> Estimate:
     """An estimate with the central interval of its replicates, where those differ."""
-    if replicates is None or np.ptp(replicates) == 0:
+    if replicates is None or np.ptp(replicates) <= 1e-12:  # equal but for rounding
         return Estimate(value)
     low, high = np.quantile(replicates, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return Estimate(value, float(low), float(high))

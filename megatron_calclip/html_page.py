@@ -52,3 +52,8 @@ def text(value: str) -> str:
 def visible(value: str) -> str:
     """The text with what cannot be seen spelled out: control characters, changes of direction, half of a character."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+
+
+def readable(value: str) -> str:
+    """The same for a text of several lines, whose line ends and tabs stay."""
+    return "".join(c if c in "\n\t" else visible(c) for c in value)

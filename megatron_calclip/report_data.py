@@ -90,7 +90,7 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     if len(folders) > MAX_RUNS:
         raise UserError("RUN", f"{len(folders)} runs cannot be told apart in a plot; give at most {MAX_RUNS}")
     for folder in folders:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise UserError("RUN", f"no folder {str(folder)!r}; give the folders of runs")
     runs = [_load(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
     if not any(run.rows for run in runs):

@@ -57,7 +57,10 @@ def save_plots(runs: Sequence[Run], folder: Path) -> int:
     steps, labels = step_range(charts), [run.label for run in runs]
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_SETTINGS):
-        figures = {chart.key: draw(chart, labels, steps=steps) for chart in charts}
+        figures: dict[str, Figure] = {}
+        for chart in charts:  # names of a user's own may differ in what no file name keeps
+            same = sum(key == chart.key or key.startswith(f"{chart.key}.") for key in figures)
+            figures[f"{chart.key}.{same + 1}" if same else chart.key] = draw(chart, labels, steps=steps)
         figures |= {f"attribution_{found.covariate}": draw_attribution(found, labels) for found in attributions(runs)}
         for key, figure in figures.items():
             figure.savefig(folder / f"{key}.svg", metadata={"Date": None})

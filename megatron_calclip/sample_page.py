@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megatron_calclip.html_page import document
+from megatron_calclip.html_page import document, readable
 
 Sample = Mapping[str, Any]
 
@@ -41,10 +41,10 @@ def level(ratio: float, bounds: Sequence[float]) -> int:
     """How far a ratio is from 1 on the way to its bound: 0 (hardly) to 3 (at the bound or past it); negative below 1.
 
     Args:
-        ratio: pi_theta / pi_old; 0 for a token that no update scored.
+        ratio: pi_theta / pi_old; 0 for a token that no update scored, NaN where it was not finite.
         bounds: [L, H].
     """
-    if ratio <= 0 or ratio == 1:
+    if not 0 < ratio < math.inf or ratio == 1:
         return 0
     bound = bounds[0] if ratio < 1 else bounds[1]
     share = math.log(ratio) / math.log(bound)
@@ -72,14 +72,16 @@ def _legend() -> str:
 
 
 def _article(sample: Sample) -> str:
-    facts = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts_of(sample).items())
+    facts = "".join(
+        f"<span>{escape(name)} <b>{escape(readable(value))}</b></span>" for name, value in facts_of(sample).items()
+    )
     if "tokens" in sample:
         text = "".join(_token(sample, index) for index in range(len(sample["tokens"])))
     else:
-        text = escape(sample["completion"])
+        text = escape(readable(sample["completion"]))
     return (
         f'<article><p class="facts">{facts}</p>'
-        f"<details><summary>Prompt</summary><pre>{escape(sample['prompt'])}</pre></details>"
+        f"<details><summary>Prompt</summary><pre>{escape(readable(sample['prompt']))}</pre></details>"
         f"<pre>{text}</pre></article>"
     )
 
@@ -91,11 +93,11 @@ def _token(sample: Sample, index: int) -> str:
     if letter in CLIP_NAMES:
         classes.append(letter)
     if not classes:
-        return escape(text)
+        return escape(readable(text))
     described = f"r {ratio:.4g}, log pi_old {sample['old_log_probs'][index]:.3g}"
     if letter in CLIP_NAMES:
         described += f", {CLIP_NAMES[letter]}"
-    return f'<span class="{" ".join(classes)}" title="{escape(described)}">{escape(text)}</span>'
+    return f'<span class="{" ".join(classes)}" title="{escape(described)}">{escape(readable(text))}</span>'
 
 
 def facts_of(sample: Sample) -> dict[str, str]:

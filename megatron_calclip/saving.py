@@ -13,9 +13,10 @@ from typing import Any
 
 import megatron_calclip
 from megatron_calclip.calibrating import CalibrationLoop
-from megatron_calclip.checkpoint_files import find
+from megatron_calclip.checkpoint_files import find, set_aside
 from megatron_calclip.config import Config
 from megatron_calclip.config_file import config_to_dict
+from megatron_calclip.errors import EXIT_FAILED, UserError
 from megatron_calclip.guards.alarms import Alarms
 from megatron_calclip.learner import checkpoint
 from megatron_calclip.learner.learner import Learner
@@ -32,6 +33,28 @@ def find_checkpoint(run_dir: Path, resume: str, runtime: Runtime, say: Callable[
         num_shares=runtime.world_size,
         gather_objects=runtime.gather_objects,
     )
+
+
+def set_earlier_aside(run_dir: Path, runtime: Runtime, say: Callable[[str], None]) -> None:
+    """For a run that starts over where another one has been: its checkpoints go to a folder of their own; collective.
+
+    Raises:
+        UserError: when they cannot be moved.
+    """
+    moved = problem = None
+    if runtime.rank == 0:
+        try:
+            moved = set_aside(run_dir)
+        except OSError as error:
+            problem = str(error)
+    if (problem := runtime.gather_objects(problem)[0]) is not None:
+        raise UserError(
+            "run_dir",
+            f"the checkpoints of an earlier run cannot be moved aside ({problem}); give another folder",
+            exit_code=EXIT_FAILED,
+        )
+    if moved is not None:
+        say(f"this run starts over: checkpoints of an earlier one are now in {moved}")
 
 
 class RunCheckpoints:

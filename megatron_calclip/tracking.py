@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -104,19 +106,27 @@ class Tracker:
         if self.active:
             for name in ("metrics", "samples", "calibration", "outliers"):
                 _drop_rows_after(self.run_dir / f"{name}.jsonl", step)
-            for name in ("dumps", "eval"):
+            for name in ("dumps", "eval", "nonfinite"):
                 _drop_steps_after(self.run_dir / name, step)
 
     def _open_tensorboard(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self.first_step + 1)
-        self._exit.callback(board.close)
+        def open_after(step: int) -> SummaryWriter:
+            return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step + 1)
+
+        board, last = open_after(self.first_step), self.first_step - 1
 
         def write(step: int, row: Row) -> None:
+            nonlocal board, last
+            if step <= last:  # the run went back: what came after is not to be shown
+                board.close()
+                board = open_after(step - 1)
+            last = step
             for name, value in row.items():
                 board.add_scalar(name, value, step)
 
+        self._exit.callback(lambda: board.close())
         self._writers.append(write)
 
     def _open_wandb(self, project: str, config: Config) -> None:
@@ -124,7 +134,10 @@ class Tracker:
 
         run = wandb.init(project=project, dir=str(self.run_dir), config=config_to_dict(config))
         self._exit.callback(run.finish)
-        self._writers.append(lambda step, row: run.log(dict(row), step=step))
+        # An axis of our own: W&B's must never fall, and a run that is rolled back comes to a step again.
+        run.define_metric("train/step")
+        run.define_metric("*", step_metric="train/step")
+        self._writers.append(lambda step, row: run.log({**row, "train/step": step}))
 
     def _open_mlflow(self, experiment: str) -> None:
         import mlflow
@@ -210,9 +223,9 @@ class Tracker:
             for name, value in rows.items():
                 self.say(f"{name}: {value}")
             return
-        table = Table(title=f"run {self.run_dir}", show_header=False)
+        table = Table(title=escape(f"run {self.run_dir}"), show_header=False)
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(name, escape(value))
         self.console.print(table)
 
 
@@ -241,9 +254,9 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 def _drop_steps_after(folder: Path, step: int) -> None:
-    """Remove `step_N...` of steps N past `step`; all of them at a fresh start."""
+    """Remove `step_N`, `step_N.safetensors`, `step_N_minibatch_M.json` of steps N past `step`; all of them at a fresh start."""
     for path in folder.glob("step_*"):
-        number = path.name.removeprefix("step_").partition(".")[0]
+        number = re.split(r"[._]", path.name.removeprefix("step_"))[0]
         if number.isdecimal() and (step == 0 or int(number) > step):
             if path.is_dir():
                 shutil.rmtree(path)

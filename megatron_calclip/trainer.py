@@ -43,7 +43,7 @@ from megatron_calclip.rollout.make import make_engine
 from megatron_calclip.rollout.sampler import Sampler
 from megatron_calclip.rollout.sync import Canary, WeightSync
 from megatron_calclip.sample_log import sample_rows
-from megatron_calclip.saving import RunCheckpoints, find_checkpoint
+from megatron_calclip.saving import RunCheckpoints, find_checkpoint, set_earlier_aside
 from megatron_calclip.scoring import reward_samples, score_shares
 from megatron_calclip.step_metrics import (
     batch_metrics,
@@ -81,6 +81,8 @@ class Trainer:
         self.prompts = train_stream(config, self.tokenizer, held_out)
         self.scorer = make_scorer(config.reward)
         resume_from = find_checkpoint(self.run_dir, config.checkpoint.resume, runtime, self.say_early)
+        if resume_from is None:
+            set_earlier_aside(self.run_dir, runtime, self.say_early)
         done: dict[str, Any] = read_state(resume_from) if resume_from else {"step": 0, "position": 0}
         self.step: int = done["step"]
         self.position: int = done["position"]
@@ -271,10 +273,6 @@ class Trainer:
         prompts = self.prompts.take(self.position, count)
         self.position += count
         return prompts
-
-    def decode(self, tokens: torch.Tensor) -> str:
-        """Text of a response."""
-        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def scored(self, prompts: list[Prompt], trajectories: Trajectories) -> Experience:
         """Completions with their rewards; each rank scores a share of them."""

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         at = sys.argv.index("--calclip")
         settings = yaml.safe_load(Path(sys.argv[at + 1]).read_text()) or {}
-    except (ValueError, IndexError, OSError) as error:
+    except (ValueError, IndexError, OSError, yaml.YAMLError) as error:
         sys.exit(f"error: --calclip: name a YAML file with the settings of the calibration ({error})")
     del sys.argv[at : at + 2]
     sys.path.insert(0, os.getcwd())

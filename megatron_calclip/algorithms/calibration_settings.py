@@ -214,6 +214,7 @@ def _check(name: str, value: object, valid: bool, allowed: str) -> None:
 
 
 def _thousandths(name: str, value: float) -> int:
+    _check(name, value, abs(value) < 1e6, "a multiple of 0.001 below a million")
     whole = round(value * 1000)
     _check(name, value, abs(value * 1000 - whole) < 1e-6, "a multiple of 0.001")
     return whole

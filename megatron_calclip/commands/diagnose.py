@@ -13,8 +13,10 @@ Left out on purpose: how rewards would develop, which no forward pass can tell.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,24 +100,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
 
 
 def _positive(text: str) -> int:
-    value = _count(text)
-    if value == 0:
-        raise ValueError
-    return value
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
 
 
 def _rates(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError
-    return values
+    with contextlib.suppress(ValueError):
+        values = [float(part) for part in text.split(",")]
+        if all(0 < value < math.inf for value in values):
+            return values
+    raise argparse.ArgumentTypeError(f"{text!r}: give learning rates above 0, such as 1e-6,4e-6")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -133,12 +134,12 @@ def _run(arguments: argparse.Namespace) -> None:
         check_plot(arguments.plot)
     hf_folder = _hf_folder(arguments.model)
     overrides = [
-        f"model.hf={json.dumps(str(hf_folder))}",
+        f"model.hf={json.dumps(str(hf_folder), ensure_ascii=False)}",
         "model.shape=null",
         # A run's checkpoint is read with the run's configuration, which names its tokenizer; a HF folder has its own.
         *(["model.tokenizer=null"] if hf_folder == arguments.model else []),
         "model.warm_start.num_steps=0",
-        *([f"data.train={json.dumps(arguments.prompts)}"] if arguments.prompts else []),
+        *([f"data.train={json.dumps(arguments.prompts, ensure_ascii=False)}"] if arguments.prompts else []),
         *arguments.overrides,
     ]
     reference = load_config(arguments.config, [*overrides, *_BF16], world_size=launch_world_size())
@@ -185,7 +186,7 @@ def variant(name: str, config: str, overrides: Sequence[str]) -> Variant:
 
 def _hf_folder(model: Path) -> Path:
     """Where configuration and tokenizer of MODEL are."""
-    if not model.is_dir():
+    if not os.path.isdir(model):
         raise UserError(
             "MODEL", f"{str(model)!r} is no folder; give a HF folder, or a checkpoint such as RUN_DIR/step_200"
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from megatron_calclip.commands.output import rank_zero_speaks_first, writing
 from megatron_calclip.config import Config
-from megatron_calclip.config_file import launch_world_size, load_config
+from megatron_calclip.config_file import launch_world_size, load_config, names_setting
 from megatron_calclip.errors import UserError
 from megatron_calclip.launch import wrong_apex
 
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if (arguments.out / "report.json").exists():
+    if os.path.exists(arguments.out / "report.json"):
         raise UserError("--out", f"{arguments.out} holds the report of another evaluation; name another folder")
     target = find_target(arguments.model)
     config = make_config(arguments, target)
@@ -114,13 +115,13 @@ def find_target(model: Path) -> Target:
     Raises:
         UserError: when it is none of what can be evaluated.
     """
-    if (model / "config.json").is_file():
+    if os.path.isfile(model / "config.json"):
         return Target(model, "hf", None)
     for kind, mark, config in (
         ("checkpoint", "megatron", model.parent / "config.yaml"),
         ("run", "latest_checkpoint.json", model / "config.yaml"),
     ):
-        if (model / mark).exists():
+        if os.path.exists(model / mark):
             return Target(model, kind, config if config.is_file() else None)
     raise UserError(
         "MODEL", f"{str(model)!r} is no HF folder, run or checkpoint; give one, such as RUN_DIR or RUN_DIR/step_200"
@@ -142,12 +143,12 @@ def make_config(arguments: argparse.Namespace, target: Target) -> Config:
         "eval.num_prompts": arguments.num_prompts,
         "train.seed": arguments.seed,
     }
-    options = [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value is not None]
+    options = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in chosen.items() if value is not None]
     overrides = [
         "eval.num_prompts=null",
         *(_hf_settings(target.folder, defaults=arguments.config is None) if target.kind == "hf" else []),
         *_ONE_RANK_EACH,
-        f"run_dir={json.dumps(str(arguments.out))}",
+        f"run_dir={json.dumps(str(arguments.out), ensure_ascii=False)}",
         *options,
         *arguments.overrides,
     ]
@@ -164,7 +165,7 @@ def _hf_settings(folder: Path, *, defaults: bool) -> list[str]:
         folder: with its config.json.
         defaults: also what a configuration would say, where there is none.
     """
-    settings = [f"model.hf={json.dumps(str(folder))}", "model.shape=null", "model.tokenizer=null"]
+    settings = [f"model.hf={json.dumps(str(folder), ensure_ascii=False)}", "model.shape=null", "model.tokenizer=null"]
     if not defaults:
         return settings
     try:
@@ -257,4 +258,4 @@ def _checkpoint_of(target: Target, started: Any, say: Callable[[str], None]) -> 
 
 def _chosen(setting: str, arguments: argparse.Namespace) -> bool:
     """Whether the user has said what a setting is to be."""
-    return arguments.config is not None or any(text.partition("=")[0] == setting for text in arguments.overrides)
+    return arguments.config is not None or names_setting(arguments.overrides, setting)

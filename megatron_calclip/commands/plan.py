@@ -11,6 +11,7 @@ are made and what they were checked against. Exit status 1 when the run does not
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 
@@ -34,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _length(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 2**31:
-        raise ValueError
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < 2**31:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens above 0")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import difflib
 import itertools
 import json
 import math
+import os
 import typing
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,12 +105,12 @@ def load_dumps(paths: Sequence[Path]) -> list[CalibrationDump]:
     """
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):
             found = sorted(path.glob("*.safetensors")) or sorted((path / "dumps").glob("*.safetensors"))
             if not found:
                 raise UserError(str(path), "holds no calibration dumps; set calibration.dump=true when training")
             files += found
-        elif path.is_file():
+        elif os.path.isfile(path):
             files.append(path)
         else:
             raise UserError(str(path), "there is no such file or folder; name a run's folder or some of its dumps")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from megatron_calclip.commands.output import writing
 from megatron_calclip.errors import UserError
+from megatron_calclip.html_page import readable
 from megatron_calclip.sample_page import CLIP_NAMES, facts_of, level, page
 
 SAMPLES_FILE = "samples.jsonl"
@@ -67,8 +69,10 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False)
     for sample in found:
         console.print(Rule(style="dim"))
-        console.print(Text("  ".join(f"{name} {value}" for name, value in facts_of(sample).items()), style="bold"))
-        console.print(Text(sample["prompt"], style="dim"))
+        console.print(
+            Text("  ".join(f"{name} {readable(value)}" for name, value in facts_of(sample).items()), style="bold")
+        )
+        console.print(Text(readable(sample["prompt"]), style="dim"))
         console.print(coloured(sample))
 
 
@@ -84,19 +88,30 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(str(path), f"cannot be read ({error.strerror}); give the folder of a run") from None
     for line in content.split("\n"):
         try:
-            row = json.loads(line)
+            row = with_nan(json.loads(line))
             facts_of(row)
         except (ValueError, KeyError, TypeError):
             continue
         yield row
 
 
+def with_nan(sample: dict[str, Any]) -> dict[str, Any]:
+    """The row with NaN for the numbers that were not finite, which the file has as null: steps that go wrong are looked at first."""
+
+    def number(value: Any) -> Any:
+        return math.nan if value is None else value
+
+    own = {key: number(sample[key]) for key in ("reward", "advantage") if key in sample}
+    lists = {key: [*map(number, sample[key])] for key in ("ratio", "old_log_probs") if key in sample}
+    return sample | own | lists
+
+
 def coloured(sample: dict[str, Any]) -> Text:
     """The completion as terminal text, coloured where its tokens were recorded."""
     if "tokens" not in sample:
-        return Text(sample["completion"])
+        return Text(readable(sample["completion"]))
     text = Text()
     for piece, ratio, letter in zip(sample["tokens"], sample["ratio"], sample["clipped"], strict=True):
         mark = _CLIPPED_STYLE if letter in CLIP_NAMES else ""
-        text.append(piece, style=f"{mark} {_STYLES[level(ratio, sample['bounds'])]}".strip())
+        text.append(readable(piece), style=f"{mark} {_STYLES[level(ratio, sample['bounds'])]}".strip())
     return text

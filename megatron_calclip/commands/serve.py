@@ -14,6 +14,7 @@ a server that came back up to date.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -32,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 500:
-        raise ValueError
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := int(text)) < 500:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 499")
 
 
 def visible_gpus(visible: str | None, *, index: int, count: int) -> str:

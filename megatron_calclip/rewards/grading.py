@@ -129,6 +129,8 @@ def as_components(value: Any) -> dict[str, float]:
     """
     if not isinstance(value, dict):
         return {TASK: float(value)}
+    if TASK in value:
+        raise ValueError(f"{TASK!r} is what `reward` is called among the components; choose another name")
     others = {str(key): float(part) for key, part in value.items() if key != "reward"}
     return others | {TASK: float(value["reward"])}
 
@@ -137,6 +139,8 @@ def _unusable(components: dict[str, float]) -> str | None:
     if reserved := RESERVED & components.keys():
         return f"returned a component named {min(reserved)!r}, which is a metric of its own; choose another name"
     for key, value in components.items():
+        if not key or "/" in key:
+            return f"returned a component named {key!r}, which no metric can be called; choose a name without /"
         if not math.isfinite(value):
             return f"returned {value}{'' if key == TASK else f' for {key!r}'}; return finite numbers"
     return None

@@ -198,6 +198,22 @@ def _read(descriptor: int, seconds: float, limit: int) -> tuple[str, bytes]:
     return "timeout", output
 
 
+def _empty_scratch(kept: set[str]) -> None:
+    """Remove what a program has left in its folder: each test starts afresh."""
+    for name in set(os.listdir()) - kept:
+        if os.path.islink(name) or not os.path.isdir(name):
+            os.unlink(name)
+            continue
+        import shutil  # slow to import, and rarely needed
+
+        os.chmod(name, 0o700)
+        for folder, inner, _ in os.walk(name):
+            for one in inner:
+                if not os.path.islink(path := os.path.join(folder, one)):
+                    os.chmod(path, 0o700)
+        shutil.rmtree(name, ignore_errors=True)
+
+
 def _kill_all(*, isolated: bool) -> None:
     """End every process that a program has left."""
     while True:
@@ -232,8 +248,10 @@ def main() -> None:
         os.chdir(folder)
         os.chmod(folder, 0o777)
     _give_up_rights(job["uid"])
+    kept = set(os.listdir())  # an interpreter may lie below /tmp
     for given in job["inputs"]:
         print(json.dumps(_run_test(job, folder, given)), flush=True)
+        _empty_scratch(kept)
 
 
 if __name__ == "__main__":

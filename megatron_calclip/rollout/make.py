@@ -39,6 +39,8 @@ def make_engine(
     """
     rollout = config.rollout
     if rollout.engine == "local":
+        if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+            raise UserError("rollout.engine", "local has no sliding-window attention, which this model has; use vllm")
         return LocalEngine(
             hf_config,
             device=runtime.device,

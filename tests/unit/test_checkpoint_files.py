@@ -23,6 +23,7 @@ from megatron_calclip.checkpoint_files import (
     find,
     flushed_record,
     read_manifest,
+    set_aside,
     steps,
     superseded,
     write_json,
@@ -186,6 +187,15 @@ def test_what_is_discarded_is_gone_at_once(run_dir: Path) -> None:
             thread.join()
     left = sorted(path.name for path in run_dir.iterdir())
     assert left == [TRACKER, "step_4", "step_4_hf.0a1b2c3d.partial", "step_6"]
+
+
+def test_checkpoints_of_an_earlier_run_are_moved_aside(run_dir: Path) -> None:
+    """A run that starts over in their folder must neither resume from them nor count them as its own."""
+    aside = set_aside(run_dir)
+    assert aside is not None and aside.parent == run_dir
+    assert steps(run_dir) == [] and find(run_dir, "auto") is None
+    assert find(aside, "auto") == aside / "step_6" and sorted(steps(aside)) == [2, 4, 6]
+    assert set_aside(run_dir) is None
 
 
 def test_what_another_thread_has_just_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

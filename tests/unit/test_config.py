@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from megatron_calclip.config import Config
 from megatron_calclip.config_calibration import calibration_settings
 from megatron_calclip.config_check import check, check_shape
-from megatron_calclip.config_file import config_from_dict, config_to_dict, config_to_yaml, find_config, load_config
+from megatron_calclip.config_file import (
+    config_from_dict,
+    config_to_dict,
+    config_to_yaml,
+    find_config,
+    load_config,
+    names_setting,
+)
 from megatron_calclip.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -592,3 +599,24 @@ def test_a_balance_without_a_cap() -> None:
 def test_an_importance_cap_below_one_is_refused() -> None:
     with pytest.raises(UserError, match=r"^algorithm.importance.cap: "):
         config_from_dict({"model": {}, "algorithm": {"importance": {"cap": 0.5}}})
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("eval.sets=math500", "eval.sets: should be 'auto' or should be a list (got 'math500'); correct the value"),
+        ("data.chat_template=5", "data.chat_template: should be a valid boolean, "),
+        ("eval.sets=[1]", "eval.sets: should be 'auto'"),
+    ],
+)
+def test_a_setting_of_several_kinds_is_called_by_its_name(override: str, complaint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("tiny_cpu", [override])
+    assert str(caught.value).startswith(complaint)
+
+
+def test_settings_that_overrides_name() -> None:
+    for overrides in (["data.x=1"], ["data={y: 2, x: null}"], ["+data.x=1"], ["data.x.z=1"]):
+        assert names_setting(overrides, "data.x")
+    for overrides in ([], ["data.y=1"], ["data={y: 2}"], ["data=1"], ["x=1"], ["data.x=1", "data=null"]):
+        assert not names_setting(overrides, "data.x")

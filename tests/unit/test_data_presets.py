@@ -163,7 +163,13 @@ def test_what_the_sets_at_hand_have_in_common() -> None:
 
 @pytest.mark.parametrize(
     ("train", "reward", "right"),
-    [("gsm8k=x.jsonl", "exact", "math"), ("math500", "code", "math"), ("apps=x.jsonl", "math", "code")],
+    [
+        ("gsm8k=x.jsonl", "exact", "math"),
+        ("math500", "code", "math"),
+        ("apps=x.jsonl", "math", "code"),
+        ("scratchpad", "exact", "scratchpad"),
+        ("arithmetic", "scratchpad", "exact or math"),
+    ],
 )
 def test_a_reward_that_cannot_read_the_layout(train: str, reward: str, right: str) -> None:
     """It would score 0 throughout."""
@@ -173,7 +179,10 @@ def test_a_reward_that_cannot_read_the_layout(train: str, reward: str, right: st
 
 @pytest.mark.parametrize(
     ("train", "reward"),
-    [("gsm8k=x.jsonl", "math"), ("gsm8k=x.jsonl", "mine.f"), ("gsm8k.jsonl", "exact"), ("arithmetic", "exact")],
+    [
+        *(("gsm8k=x.jsonl", "math"), ("gsm8k=x.jsonl", "mine.f"), ("gsm8k.jsonl", "exact"), ("arithmetic", "exact")),
+        *(("arithmetic", "math"), ("scratchpad", "scratchpad"), ("scratchpad", "mine.f")),
+    ],
 )
 def test_a_reward_that_can(train: str, reward: str) -> None:
     check_training_reward(Config(data=DataConfig(train=train), reward=RewardConfig(reward)))

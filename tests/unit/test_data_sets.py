@@ -141,3 +141,32 @@ def test_duplicates_and_overlap() -> None:
         "problem of the evaluation set two, up to spelling",
         None,
     ]
+
+
+def test_tests_of_programs_without_a_layout(tmp_path: Path) -> None:
+    """As docs/rewards.md says: in the column `tests`, or as the answer, an object or JSON."""
+    tests = {"inputs": ["1\n"], "outputs": ["2\n"]}
+    path = write(tmp_path / "a.jsonl", [{"prompt": "P", "tests": tests}])
+    assert load(path, reward="code").rows == [("P", "", {"tests": tests})]
+    for answer in (tests, json.dumps(tests)):
+        path = write(tmp_path / "b.jsonl", [{"prompt": "P", "answer": answer}])
+        ((problem, text, _),) = load(path, reward="code").rows
+        assert problem == "P" and json.loads(text) == tests
+    assert "has no field 'answer'" in fault(write(tmp_path / "c.jsonl", [{"prompt": "P"}]), reward="code")
+    path = write(tmp_path / "d.jsonl", [{"prompt": "P", "answer": tests}])
+    assert "is a dict, not a text" in fault(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": " ", "answer": "1"}, "field 'prompt' is empty"),
+        ({"prompt": "P", "answer": " "}, "field 'answer' is empty"),
+        ({"prompt": "P", "answer": float("nan")}, "field 'answer' is nan, which is no answer"),
+    ],
+)
+def test_rows_without_problem_or_answer(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "Q", "answer": "1"}, row])
+    assert f"line 2 {reason}" in fault(path)
+    if row["answer"] == " ":  # a reward of one's own may need none
+        assert len(load(path, reward="mine.f").rows) == 2

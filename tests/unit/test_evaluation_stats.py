@@ -105,3 +105,9 @@ def test_no_interval_for_a_single_problem() -> None:
     many = set_estimates({"avg@1": np.array([0.0, 0.5])}, seed=0, name="two")
     mean = mean_over_sets([single, many])["avg@1"]
     assert (mean.value, mean.low, mean.high) == (0.25, None, None)
+
+
+@pytest.mark.parametrize(("value", "count"), [(1 / 3, 7), (0.7, 30), (0.0, 3), (1.0, 3)])
+def test_problems_that_are_alike_have_no_interval(value: float, count: int) -> None:
+    found = set_estimates({"avg": np.full(count, value)}, seed=0, name="x").estimates["avg"]
+    assert found.value == pytest.approx(value) and found.low is None and found.high is None

@@ -196,6 +196,29 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         assert error.count("\n") == 1
 
 
+def test_plots_of_names_that_no_file_name_keeps(tmp_path: Path) -> None:
+    """Components of a user's reward: each has its picture."""
+    own = {"reward/αβ": 1.0, "reward/γδ": 2.0, "reward/a-b": 3.0, "reward/a_b": 4.0}
+    count = save_plots([run_of([own, own])], tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == count == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", "{}"),
+        ("replay", "{}"),
+        ("eval", "{}", "--sets", "x", "--out", "o"),
+        ("diagnose", "{}", "--config", "tiny_cpu"),
+    ],
+)
+def test_a_path_that_no_file_can_have(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([one.format("x" * 5000) for one in arguments])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+
+
 def test_name_that_is_no_unicode(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
     write_run(folder, [metrics_row(1)])

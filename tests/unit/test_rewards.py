@@ -49,6 +49,12 @@ def no_reward(sample):
 def reserved(sample):
     return {"reward": 1, "mean": 1}
 
+def with_slash(sample):
+    return {"reward": 1, "len/ratio": 2}
+
+def called_task(sample):
+    return {"reward": 1, "task": 2}
+
 def infinite_part(sample):
     return {"reward": 1, "brevity": float("nan")}
 
@@ -121,6 +127,8 @@ def test_own_function_with_components(own: str) -> None:
         ("two_arguments", "raised TypeError"),
         ("no_reward", "raised KeyError: 'reward'"),
         ("reserved", "component named 'mean'"),
+        ("with_slash", "component named 'len/ratio'.*choose a name without /"),
+        ("called_task", "'task' is what `reward` is called among the components"),
         ("infinite", r"returned inf.*prompt id 7"),
         ("infinite_part", "returned nan for 'brevity'"),
     ],

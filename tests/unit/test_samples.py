@@ -281,3 +281,26 @@ def test_rows_without_tokens_are_read(tmp_path: Path) -> None:
     run = write(tmp_path / "run", row, "{}", "3")
     assert list(read_samples(run / "samples.jsonl")) == [row]
     assert facts_of(row) == {"step": "1", "reward": "1", "reference": "a", "ended": "cut"}
+
+
+def test_a_sample_of_a_step_that_went_wrong(tmp_path: Path) -> None:
+    """Numbers that were not finite are null in the file; these rows are the ones to look at."""
+    row = {
+        **{"step": 2, "prompt": "1+1=", "completion": "23", "answer": "2", "reward": 0.0, "finished": True},
+        **{"tokens": ["2", "3"], "ratio": [None, 1.1], "clipped": "-h", "old_log_probs": [-1.0, None]},
+        **{"advantage": None, "bounds": [0.8, 1.2], "policy_version": 1},
+    }
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = read_samples(tmp_path / "samples.jsonl")
+    assert facts_of(found)["advantage"] == "+nan" and math.isnan(found["ratio"][0])
+    assert coloured(found).plain == "23" and "log pi_old nan" in page("t", [found])
+
+
+def test_what_a_policy_writes_does_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;OWNED\x07\x1b[2J\u202eab\n\tc"
+    row = {"step": 1, "prompt": evil, "completion": evil, "answer": evil, "reward": 0.0, "finished": True}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    cli.main(["samples", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "\x1b]" not in shown and "\x1b[2J" not in shown and "\u202e" not in shown and "\\x1b[2J" in shown
+    assert "\u202e" not in page("t", [row])

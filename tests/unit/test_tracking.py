@@ -160,7 +160,9 @@ def test_tracker_that_is_not_installed(
 def test_wandb_and_mlflow_get_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     run = types.SimpleNamespace(
-        log=lambda row, step: calls.append(("wandb", step, row)), finish=lambda: calls.append("finish")
+        define_metric=lambda name, step_metric=None: calls.append((name, step_metric)),
+        log=lambda row: calls.append(("wandb", row)),
+        finish=lambda: calls.append("finish"),
     )
     wandb, mlflow = types.ModuleType("wandb"), types.ModuleType("mlflow")
     wandb.init = lambda **settings: run  # type: ignore[attr-defined]
@@ -174,7 +176,26 @@ def test_wandb_and_mlflow_get_every_row(tmp_path: Path, monkeypatch: pytest.Monk
     with Tracker(config, active=True, first_step=0) as tracker:
         tracker.log({"step": 1, "reward/mean": 0.5})
     row = {"reward/mean": 0.5}
-    assert calls == ["e", ("wandb", 1, row), ("mlflow", 1, row), "finish"]
+    assert calls == [
+        *(("train/step", None), ("*", "train/step")),
+        *("e", ("wandb", {**row, "train/step": 1}), ("mlflow", 1, row), "finish"),
+    ]
+
+
+def test_tensorboard_after_a_rollback(tmp_path: Path) -> None:
+    """Steps that are done again replace those before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(make_config(tmp_path, tensorboard=True), active=True, first_step=0) as tracker:
+        for step, value in ((0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)):
+            tracker.log({"step": step, "reward/mean": value})
+        tracker.rewind(1)
+        for step, value in ((2, 0.9), (3, 0.9)):
+            tracker.log({"step": step, "reward/mean": value})
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    shown = [(event.step, round(event.value, 3)) for event in board.Scalars("reward/mean")]
+    assert shown == [(0, 0.0), (1, 0.1), (2, 0.9), (3, 0.9)]
 
 
 def test_profiler_records_its_window_only(tmp_path: Path) -> None:
