@@ -39,7 +39,7 @@ from megatron_calclip.learner import checkpoint, cpu, model, runtime
 from megatron_calclip.weights.dist_load import DistCheckpoint, hf_source
 from megatron_calclip.weights.dist_save import ShardLayout, write_dist_checkpoint
 from megatron_calclip.weights.load import HFSource, load_hf
-from megatron_calclip.weights.mapping import ModelShape, hf_shapes, hf_specs, megatron_names
+from megatron_calclip.weights.mapping import ModelShape, hf_shapes, hf_specs, mapped_tensors
 from megatron_calclip.weights.save import save_hf
 from megatron_calclip.weights.stream import ParallelGroups, global_parameters, stream_hf
 
@@ -205,7 +205,10 @@ def check_dense(name: str, layout: str, dtype: Literal["fp32", "bf16"], folder: 
     torch_dtype = model.DTYPES[dtype]
 
     local = set(global_parameters(chunks, shape, groups))
-    check(f"{title}: no unmapped parameter", local <= {*megatron_names(shape, "local"), "output_layer.weight"})
+    check(
+        f"{title}: no unmapped parameter",
+        local <= {*(tensor.name for tensor in mapped_tensors(shape)), "output_layer.weight"},
+    )
     incomplete = HFSource.from_tensors({key: source.read(key) for key in list(source.specs)[:-1]})
     before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
     try:

@@ -304,7 +304,7 @@ def check_folders(checks: Checks, run_dir: Path) -> None:
         checks.true("auto finds it", find(run_dir, "auto") == run_dir / "step_10")
         checks.true("no finds none", find(run_dir, "no") is None)
 
-        alone(lambda: (run_dir / "step_11.partial" / "megatron").mkdir(parents=True))
+        alone(lambda: (run_dir / "step_11.0a1b2c3d.partial" / "megatron").mkdir(parents=True))
         checks.true("an interrupted save is ignored", find(run_dir, "auto") == run_dir / "step_10")
         _save(run_dir, 11, learner)
         checks.true("and replaced by the next; the newest two stay", kept() == ["step_10", "step_11"])
