@@ -33,7 +33,7 @@ MARKER = re.compile(r"(?P<begin><!-- measured: (?P<name>[^>]+?) -->)(?P<text>.*?
 COMMANDS = {name: f"python -m {' '.join(found.command)}" for name, found in BENCHMARKS.items()} | {
     "study_short": "python -m examples.study --variant short",
     "study": "python -m examples.study",
-    "study_full": "python -m examples.study --variant full",
+    "study_full": "python -m examples.study --variant full --jobs 2",
     "study_search": "python -m examples.study --part search",
     "study_smollm2": "python -m examples.study --part smollm2",
     "faults": "pytest -m faults tests/faults",
