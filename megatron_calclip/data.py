@@ -22,10 +22,9 @@ import torch
 
 from megatron_calclip.batch import Prompt
 from megatron_calclip.config import Config
-from megatron_calclip.data_presets import fitting_rewards
+from megatron_calclip.data_presets import fits, fitting_rewards
 from megatron_calclip.data_sets import DataSet, counted, duplicate_reasons, load_data_set, overlap_reasons
 from megatron_calclip.errors import UserError
-from megatron_calclip.rewards.scorer import BUILT_IN
 from megatron_calclip.tasks import Row, Source, generated_task
 
 # Evaluation prompts get ids of their own, far from those of training, because randomness is keyed by them. Those of a file
@@ -342,5 +341,5 @@ def _generated_set(name: str, task: Source, tokenizer: Any, config: Config) -> E
             break
         prompt = stream.take(position, 1)[0]
         seen.setdefault(prompt.text, prompt)
-    usable, reward = fitting_rewards(name), config.reward.name
-    return EvalSet(name, list(seen.values()), reward if reward in usable or reward not in BUILT_IN else usable[0])
+    reward = config.reward.name if fits(config.reward.name, name) else fitting_rewards(name)[0]
+    return EvalSet(name, list(seen.values()), reward)

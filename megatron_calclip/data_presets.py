@@ -54,18 +54,23 @@ def fitting_rewards(name: str) -> tuple[str, ...]:
     return (PRESETS[layout].reward,) if layout in PRESETS else TASK_REWARDS.get(name, BUILT_IN)
 
 
+def fits(reward: str, name: str) -> bool:
+    """Whether a reward can read a set's answers; of a user's own we cannot know."""
+    return reward not in BUILT_IN or reward in fitting_rewards(name)
+
+
 def check_training_reward(config: Config) -> None:
     """Whether a run's reward can read the answers of its training set.
 
     Raises:
         UserError: when it is a built-in reward that would score 0 throughout.
     """
-    name, usable = config.reward.name, fitting_rewards(config.data.train)
-    if name in BUILT_IN and name not in usable:
+    reward, name = config.reward.name, config.data.train
+    if not fits(reward, name):
+        usable = " or ".join(fitting_rewards(name))
         raise UserError(
             "reward.name",
-            f"{name} cannot score the answers of data.train={config.data.train}; use {' or '.join(usable)}, or a function of "
-            "your own",
+            f"{reward} cannot score the answers of data.train={name}; use {usable}, or a function of your own",
         )
 
 

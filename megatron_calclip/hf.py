@@ -130,8 +130,8 @@ def stop_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     if model.hf is None or not path.is_file():
         return own
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or ()
-        found = tuple(int(token) for token in ([named] if isinstance(named, int) else named))
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found = tuple(map(int, named if isinstance(named, list) else [] if named is None else [named]))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError("model.hf", f"{path} cannot be read ({_reason(error)}); correct or remove it") from None
     return tuple(dict.fromkeys(own + found))

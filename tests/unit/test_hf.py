@@ -131,6 +131,7 @@ def test_tokenizer_without_an_end(tmp_path: Path) -> None:
         ("{}", (1,)),
         ('{"eos_token_id": null}', (1,)),
         ('{"eos_token_id": 7}', (1, 7)),
+        ('{"eos_token_id": 0}', (1, 0)),
         ('{"eos_token_id": [7, 1, 5]}', (1, 7, 5)),
     ],
 )
