@@ -247,17 +247,7 @@ class CalibrationLoop:
         )
         log_probs16, ratio16 = m.shadow_new[index], common["ratio16"]
         if self.settings.mode == "sequence":
-            # GSPO clips whole sequences, in both precisions: each token has its sequence's ratio.
-            sequences, slots = torch.unique(local_ids, return_inverse=True)
-            tokens = {name: common[name] for name in SequenceLevel._fields}
-            whole = sequence_level(**tokens, sequence_ids=slots, num_sequences=len(sequences))
-            m.statistics.update(
-                **whole._asdict(),
-                response_mask=m.measured[sequences],
-                sequence_ids=m.trajectories.sample_ids[sequences],
-                weights_unmoved=update == 0,
-            )
-            ratio16 = whole.ratio16[slots]
+            ratio16 = self._add_sequences(m, common, local_ids, update=update)
         else:
             m.statistics.update(**common, weights_unmoved=update == 0)
         pairs = PairedRatios(
@@ -297,6 +287,19 @@ class CalibrationLoop:
                     **common,
                 )
             )
+
+    def _add_sequences(self, m: Measurement, tokens: Mapping[str, Tensor], local_ids: Tensor, *, update: int) -> Tensor:
+        """GSPO clips whole sequences, in both precisions: one ratio for each counts; returns it for each token [T] in BF16."""
+        sequences, slots = torch.unique(local_ids, return_inverse=True)
+        own = {name: tokens[name] for name in SequenceLevel._fields}
+        whole = sequence_level(**own, sequence_ids=slots, num_sequences=len(sequences))
+        m.statistics.update(
+            **whole._asdict(),
+            response_mask=m.measured[sequences],
+            sequence_ids=m.trajectories.sample_ids[sequences],
+            weights_unmoved=update == 0,
+        )
+        return whole.ratio16[slots]
 
     def finish(self, measurement: Measurement) -> dict[str, float]:
         """Reduce, calibrate where due, write the step's record; returns its metrics."""

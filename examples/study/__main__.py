@@ -12,7 +12,7 @@ there is. `--jobs` of them run side by side. `runs/study/<variant>/tables.md` an
 by `--tables-only`; `megatron-calclip report` draws the curves of any of the run folders.
 
 The first part is a toy: 0.4M parameters, a generated task, noise dialled in. It shows the statistics of clipping and their repair. Whether a
-better clip earns reward is measured, too: not in the study's regime, a little with four times its noise; see the tables.
+better clip earns reward is measured, too: not shown in the study's regime, a little with four times its noise; see the tables.
 """
 
 from __future__ import annotations
